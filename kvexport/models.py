@@ -176,7 +176,7 @@ def build_model(
     )
     from kvexport.export.build import build
 
-    return build(recipe.recipe, out, name=recipe.name, progress=progress)
+    return build(recipe.recipe, out, name=recipe.name, divergence=recipe.divergence, progress=progress)
 
 
 def find_artifact(
@@ -229,7 +229,7 @@ def find_artifact(
     recipe = calibrated_recipe(
         source, budget, max_length=max_length, overrides=overrides, calibrate=calibrate, progress=progress
     )
-    return build(recipe.recipe, folder, name=recipe.name, progress=progress)
+    return build(recipe.recipe, folder, name=recipe.name, divergence=recipe.divergence, progress=progress)
 
 
 def is_model(source: str) -> bool:

@@ -17,6 +17,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from kvexport.cache import CachePlan, LayerCache
 from kvexport.errors import ArtifactError
 from kvexport.recipe.cache import CacheSection
+from kvexport.recipe.divergence import Divergence
 from kvexport.recipe.fields import MOST, MOST_LANES, ModelSection, Recipe
 from kvexport.schema.state import CONTRACT_VERSION, SMALL, scales_of, types_of
 
@@ -86,6 +87,8 @@ class Manifest:
     versions: Mapping[str, str | None]
     # Numbers of inputs and outputs of each projection that takes LoRA adapters, by its module
     adapters: Mapping[str, tuple[Count, Count]] = field(default_factory=dict)
+    # How far the cache was from the full one when it was built, if that was measured
+    divergence: Divergence | None = None
     # Additions of each backend to the ONNX graphs, by the backend's name and in its own format
     engines: Mapping[str, Any] = field(default_factory=dict)
     # Every file except the manifest by its relative POSIX path; empty until the files are digested
@@ -110,6 +113,7 @@ class Manifest:
             "operators": dict(self.operators),
             "versions": dict(self.versions),
             **({"adapters": {name: list(sizes) for name, sizes in self.adapters.items()}} if self.adapters else {}),
+            **({"divergence": asdict(self.divergence)} if self.divergence else {}),
             "engines": dict(self.engines),
             "contract_version": self.contract_version,
         }

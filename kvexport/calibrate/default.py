@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvexport import backends
 from kvexport.allocation import least_slots
@@ -73,11 +74,11 @@ def _measured(
     samples = samples_of(shape.checkpoint.path, length)
     measured = grouped(measure(recipe, shape, samples, length, progress, all_texts=all_texts))
     shares, _ = head_shares_of(measured, slots, least_slots(recipe))
-    result = changed(["cache.allocation.kind=listed", f"cache.allocation.shares={shares}"])
-    read_model(result.recipe, weights=False)  # some recipes have no place for caches of single heads
+    listed = changed(["cache.allocation.kind=listed", f"cache.allocation.shares={shares}"])
+    read_model(listed.recipe, weights=False)  # some recipes have no place for caches of single heads
     with progress("comparing with the full cache", None):
-        compared = divergence(result.recipe, shape, next(iter(samples.values())).ids, slots)
+        compared = divergence(listed.recipe, shape, next(iter(samples.values())).ids, slots)
     say(compared.line)
     if compared.warning:
         say(f"warning: {compared.warning}")
-    return result
+    return replace(listed, divergence=compared)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvexport.cache import CachePlan, LayerGeometry
@@ -14,43 +14,11 @@ from kvexport.evaluate.language import Ids
 from kvexport.export.model.layerwise import LayerwiseDecoder
 from kvexport.export.model.shape import ModelShape
 from kvexport.methods.base import Method
+from kvexport.recipe.divergence import DROPPING, Divergence
 from kvexport.recipe.fields import Recipe
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-DROPPING = "h2o"  # evicts the least attended entries and merges none
-TIMES_WORSE = 10.0  # than dropping, where something is wrong
-NOISE = 1e-3  # nats: two caches that are both this near to the full one are not compared
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """KL divergences from the full cache on one text, in nats per token."""
-
-    slots: int  # of a head, on average
-    tokens: int  # of the text
-    built: float  # with the recipe's cache
-    dropped: float  # with a cache of as many slots that drops what it evicts
-
-    @property
-    def line(self) -> str:
-        """The figures in a line for the user."""
-        return (
-            f"with {self.slots} slots, the KL to the full cache over a text of {self.tokens} tokens is "
-            f"{self.built:.3g} nats a token, and {self.dropped:.3g} if entries are dropped"
-        )
-
-    @property
-    def warning(self) -> str:
-        """What to type if the recipe's cache is far worse than dropping; otherwise empty."""
-        times = self.built / max(self.dropped, NOISE)
-        if times <= TIMES_WORSE:
-            return ""
-        return (
-            f"this cache is {times:.0f} times as far from the full cache as one that drops "
-            f"entries: --set cache.method={DROPPING}, or a larger --budget"
-        )
 
 
 def divergence(recipe: Recipe, shape: ModelShape, ids: Ids, slots: int) -> Divergence:
@@ -75,7 +43,7 @@ def divergence(recipe: Recipe, shape: ModelShape, ids: Ids, slots: int) -> Diver
         plan = plan_cache(own, shape.geometry)
         attention = CompressedAttention(plan, shape.geometry, own.cache.build_method(), chunk)
         logs = decoder.logits(ids, kept, attention).log_softmax(-1)
-        results.append(float((torch.exp(full) * (full - logs)).sum(-1).mean()))
+        results.append(float(f"{float((torch.exp(full) * (full - logs)).sum(-1).mean()):.4g}"))
     return Divergence(slots, len(ids), *results)
 
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +35,10 @@ BUDGETS = 5  # the number of measured budgets
 FEWEST = 3  # texts that a build reads of a large model
 PARAMETERS = 7.5e9  # parameters times texts that a build reads: 10 texts of 0.75B, 5 of 1.5B, 3 of 2.5B and more
 SECONDS = 8e-8  # of a text, for each parameter, on two cores: 1.1B takes 84 s
+SHORT = 20  # seconds: no line says that less is left
 # The order in which a build that does not read all texts reads them: each is unlike those before it.
 VARIED = ("prose", "python", "german", "recall/0", "chat", "tables", "french", "c++", "manual")
-HINT = "--no-calibrate builds at once with uniform budgets"
+HINT = "--no-calibrate builds at once with equal budgets"
 
 
 @dataclass(frozen=True)
@@ -98,12 +100,24 @@ def measure(
         _require_memory(recipe, shape, length)
         measurement = HeadCosts(recipe, shape)
         about = duration(SECONDS * _parameters(shape) * len(missing))
-        say(f"calibrating on {len(missing)} texts, about {about} on two cores ({HINT})")
-        with progress("calibrating", measurement.units * len(missing)) as bar:
-            for kind in missing:
-                ids, counted = samples[kind].ids, samples[kind].counted
-                costs[kind] = measurement.of_text(ids, counted, lambda tokens: budgets_of(tokens, least), bar.advance)
-                _write(files[kind], costs[kind])
+        say(
+            f"calibrating on {len(missing)} texts, about {about} on two cores that do nothing else, so that each KV "
+            f"head gets the slots it needs ({HINT})"
+        )
+        start, done = time.monotonic(), 0
+        try:
+            with progress("calibrating", measurement.units * len(missing)) as bar:
+                for done, kind in enumerate(missing):
+                    if done and (seconds := (time.monotonic() - start) / done * (len(missing) - done)) > SHORT:
+                        say(f"{done} of {len(missing)} texts are measured, about {duration(seconds)} left")
+                    ids, counted = samples[kind].ids, samples[kind].counted
+                    costs[kind] = measurement.of_text(
+                        ids, counted, lambda tokens: budgets_of(tokens, least), bar.advance
+                    )
+                    _write(files[kind], costs[kind])
+        except (KeyboardInterrupt, SystemExit):
+            say(f"the costs of {len(costs)} of {len(samples)} texts are kept, and the next build measures the others")
+            raise
     return Measured(length, budgets, seen, {kind: costs[kind] for kind in samples})
 
 

@@ -152,4 +152,11 @@ def build_artifact(
     if out is None:
         out = Path("artifacts") / loaded.name
         out.parent.mkdir(exist_ok=True)
-    return build(loaded.recipe, out, name=loaded.name, graphs_only=stage is Stage.onnx, progress=show)
+    return build(
+        loaded.recipe,
+        out,
+        name=loaded.name,
+        graphs_only=stage is Stage.onnx,
+        divergence=loaded.divergence,
+        progress=show,
+    )

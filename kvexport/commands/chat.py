@@ -159,6 +159,7 @@ class Chat:
         lines = [f"messages: {len(self.messages)}", f"tokens seen: {tokens}", f"cache: {format_bytes(plan.bytes(1))}"]
         if self.last is not None:
             timing = self.last.timing
+            lines[-1] += f", {timing.compression}"
             rate = timing.decoded_tokens / timing.decode_seconds if timing.decode_seconds else 0.0
             read = len(self.last.ids) - self.last.cached_tokens
             lines.append(

@@ -138,7 +138,8 @@ def generate(
         print_json({"artifact": str(engine.path), **vars(completion), "settings": vars(settings), "stats": figures})
     if stats:
         rates = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in figures.items()}
-        typer.echo("\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in rates.items()), err=True)
+        lines = [f"{name.replace('_', ' ')}: {value}" for name, value in rates.items()]
+        typer.echo("\n".join([*lines, f"cache: {engine.timing.compression}"]), err=True)
 
 
 def read_prompt(prompt: str | None, file: Path | None, token_ids: str | None) -> str | list[int]:
@@ -240,6 +241,9 @@ def statistics(engine: Engine) -> dict[str, int | float | None]:
         "decode_seconds": t.decode_seconds,
         "decode_tokens_per_second": t.decoded_tokens / t.decode_seconds if t.decode_seconds else None,
         "cache_bytes": engine.plan.bytes(1),
+        "cache_tokens": t.cache_tokens,
+        "cache_slots": t.cache_slots,
+        "prompt_tokens_over_budget": t.over_budget,
         **({"drafted_tokens": t.drafted_tokens, "accepted_tokens": t.accepted_tokens} if t.drafted_tokens else {}),
         **({} if t.whole_rows is None else {"whole_rows_of_logits": t.whole_rows}),
     }

@@ -92,6 +92,7 @@ class Inspection:
             "cache": cache,
             "graphs": graphs,
             "engines": manifest.engines,
+            "divergence": fields.get("divergence"),
             "digests": digests,
         }
 
@@ -129,6 +130,7 @@ class Inspection:
                 "weights": "; ".join(f"{n} of {kind}" for kind, n in model.packed.items()) or recipe.model.dtype,
                 "checkpoint": f"{recipe.model.path} (fingerprint {model.fingerprint})",
                 "method": f"{recipe.cache.method}{f' ({parameters})' if parameters else ''}",
+                **({} if manifest.divergence is None else {"measured at build": manifest.divergence.line}),
                 "backend": self.runs_on,
                 "limits": ", ".join(f"{name} {shown_length(n)}" for name, n in asdict(manifest.limits).items()),
                 "cache of 1 sequence": format_bytes(manifest.cache.bytes(1)),

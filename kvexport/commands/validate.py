@@ -53,6 +53,9 @@ def validate(
     results, missing = validate_backends(artifact, backend, layers, checkpoint, show, **settings)
     for name, why in missing.items():
         typer.echo(f"not compared with {name}: {why}", err=True)
+    for result in results:
+        if result.warning:
+            typer.echo(f"warning: {result.warning}", err=True)
     problem = next((result.problem for result in results if not result.passed), "")
     sections = [section for result in results for section in sections_of(result)]
     if html is not None:

@@ -266,8 +266,17 @@ class EngineCore:
         self._forks.forget()
         for request in self._scheduler.update(work):
             self._requests.pop(request.id, None)
-            if request.keep and request.finish_reason in ("stop", "length"):
-                request.snapshot = self._snapshot(request)
+            if request.finish_reason in ("stop", "length"):
+                self._count_slots(request)
+                if request.keep:
+                    request.snapshot = self._snapshot(request)
+
+    def _count_slots(self, request: Request) -> None:
+        """Add the slots that a finished request holds, and the tokens that they stand for, to its figures."""
+        lanes, timing = self._pool.lanes, request.timing
+        timing.cache_tokens += lanes.length[request.lane]
+        timing.cache_slots += min(round(lanes.occupied(request.lane)), lanes.length[request.lane])
+        timing.over_budget += max(0, len(request.ids) - round(lanes.budget))
 
     def _take_out(self, request: Request, reason: FinishReason) -> None:
         if request.keep:

@@ -71,6 +71,16 @@ class Lanes:
         """Return the counters of one lane: used slots after its last merge, tokens since then, and tokens in all."""
         return Counters(tuple(self._held[lane].tolist()), self._added[lane], self.length[lane])
 
+    def occupied(self, lane: int) -> float:
+        """Return the slots that a lane occupies, averaged over the KV heads that evict entries; over all if none do."""
+        held = self._held[lane]
+        return float((held[self._merges] if self._merges.any() else held).mean()) + self._added[lane]
+
+    @property
+    def budget(self) -> float:
+        """The budget of the KV heads that evict entries, in slots on average; the least capacity if none do."""
+        return float(self._budget[self._merges].mean() if self._merges.any() else self._capacity.min())
+
     def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
         """Return copies of one lane's state tensors in host memory. See `ModelState.read`."""
         return self._state().read(lane, names)

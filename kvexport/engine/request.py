@@ -53,6 +53,9 @@ class Timing:
         accepted_tokens: Drafted tokens that were accepted. A step gives one token and the accepted ones.
         whole_rows: Decoded tokens whose choice needed a whole row of logits from the device; None if logits are on the
             host.
+        cache_tokens: Tokens that the KV caches had seen when the requests ended.
+        cache_slots: Slots of the caches that hold these tokens, on average over the KV heads that evict entries.
+        over_budget: Prompt tokens beyond the budget of these KV heads.
     """
 
     prompt_tokens: int = 0
@@ -63,11 +66,19 @@ class Timing:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     whole_rows: int | None = None
+    cache_tokens: int = 0
+    cache_slots: int = 0
+    over_budget: int = 0
 
     @property
     def decoded_tokens(self) -> int:
         """The number of tokens that decode steps gave: all generated tokens except each sequence's first."""
         return self.steps + self.accepted_tokens
+
+    @property
+    def compression(self) -> str:
+        """How many slots stand for how many tokens, in words."""
+        return f"{self.cache_slots:,} slots stand for {self.cache_tokens:,} tokens"
 
 
 @dataclass(eq=False)

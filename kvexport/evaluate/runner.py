@@ -134,7 +134,8 @@ class Run:
         self._seconds: list[float] = []  # seconds of each setting measured in this run
         self._long: list[Setting] = []  # settings that `stability` has yet to run
         stated = {
-            name: [(i.prompt, i.max_new_tokens, i.stops) for i in items] for name, items in options.suites.items()
+            name: [(i.prompt, i.prefix, i.max_new_tokens, i.stops) for i in items]
+            for name, items in options.suites.items()
         }
         stable = self.training_length if STABILITY in options.tasks else 0
         self._conditions = [

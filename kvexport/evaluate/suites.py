@@ -2,8 +2,9 @@
 
 LongBench (arXiv 2308.14508): `DIR/data/*.jsonl`, with `config/dataset2prompt.json` and `dataset2maxlen.json` of its
 repository in `DIR/config` (or `DIR`). The prompts are the paper's, because they are read from there. RULER (arXiv
-2404.06654): the output of its `prepare.py`, `DIR/TASK/validation.jsonl`, whose inputs are whole prompts. Chat templates
-and Chinese word segmentation are not covered.
+2404.06654): the output of its `prepare.py` with the template `base`, `DIR/TASK/validation.jsonl`. A prompt is the input
+in the checkpoint's chat template, if it has one, and the beginning of the answer (`answer_prefix`), as in RULER. Chat
+templates for LongBench and Chinese word segmentation are not covered.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Item:
     # Whether the middle of a prompt that is too long is removed (LongBench); otherwise the prompt is refused
     cut: bool = False
     stops: tuple[str, ...] = ()  # texts that end the generation; they are not part of the answer
+    # The beginning of the answer, behind the prompt in the chat template if the model has one; None for a whole prompt
+    prefix: str | None = None
 
 
 def normalize(text: str) -> list[str]:
@@ -156,7 +159,13 @@ def read_ruler(folder: Path) -> dict[str, list[Item]]:
         if kind not in RULER_TOKENS:
             continue
         suites[f"ruler/{task}"] = [
-            Item(row["input"], RULER_TOKENS[kind], _contains(row["outputs"], kind == "qa")) for row in _rows(path)
+            Item(
+                row["input"],
+                RULER_TOKENS[kind],
+                _contains(row["outputs"], kind == "qa"),
+                prefix=row.get("answer_prefix"),
+            )
+            for row in _rows(path)
         ]
     if not suites:
         raise UsageError(f"{folder} holds no task of RULER", "TASK/validation.jsonl, as RULER's prepare.py writes it")
@@ -205,7 +214,11 @@ def _fit(engine: Engine, item: Item, room: int) -> list[int]:
             f"{engine.path} has no tokenizer.json, so a prompt cannot be text",
             "put it beside the checkpoint and build again",
         )
-    ids = engine.tokenizer.encode(item.prompt)
+    if item.prefix is None or engine.chat_template is None:
+        ids = engine.tokenizer.encode(item.prompt + (item.prefix or ""))
+    else:
+        text = engine.chat_template.render([{"role": "user", "content": item.prompt}])
+        ids = engine.tokenizer.encode(text + item.prefix, add_special_tokens=False)
     if len(ids) <= room:
         return ids
     if not item.cut:

@@ -6,6 +6,7 @@ import gc
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from kvexport.cache import CachePlan
 from kvexport.cache_planning import plan_cache
 from kvexport.errors import UsageError
 from kvexport.export.model.shape import ModelShape
+from kvexport.recipe.divergence import Divergence
 from kvexport.recipe.fields import Recipe
 from kvexport.terminal import Progress, silent
 
@@ -78,6 +80,7 @@ def build(
     graphs_only: bool = False,
     plan: CachePlan | None = None,
     shared: SharedWeights | None = None,
+    divergence: Divergence | None = None,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> Path:
     """Build the artifact of `recipe` in the directory `out`, and replace an older artifact there as the last step."""
@@ -99,6 +102,7 @@ def build(
         with progress("writing graphs", None):
             graphs = stages.write_graphs(traced, shape, specs, recipe, folder)
             manifest = stages.describe(recipe, name, shape, graphs, specs, traced)
+            manifest = replace(manifest, divergence=divergence)
         if prepare is not None:
             manifest = prepare(folder, manifest, progress)
         if facts_of(shape.checkpoint) != read:  # its weights would be under the fingerprint of the earlier ones

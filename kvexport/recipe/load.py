@@ -12,6 +12,7 @@ from typing import Any
 
 from kvexport.errors import UsageError
 from kvexport.recipe.check import Key, check_recipe, place_of
+from kvexport.recipe.divergence import Divergence
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.inherit import inherit, label_of, locate, read_with_parents
 from kvexport.recipe.override import read_overrides
@@ -29,12 +30,14 @@ class LoadedRecipe:
             "recipes/x.yaml:7", or "--set cache.budget=512".
         resolved: The recipe as plain data with all defaults and the method's parameters; a local `model.path` is
             absolute. `Recipe(**resolved)` equals `recipe`.
+        divergence: How far the recipe's cache is from the full one; None if it was not measured.
     """
 
     name: str
     recipe: Recipe
     origin: dict[str, str]
     resolved: dict[str, Any]
+    divergence: Divergence | None = None
 
 
 def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecipe:

@@ -26,7 +26,7 @@ def stop_string(request: Request) -> str | None:
 
 
 def usage_of(requests: Sequence[Request], answers: int = 1) -> dict[str, Any]:
-    """Return the token counts of an HTTP response: prompt, completion and total tokens."""
+    """Return the token counts of an HTTP response, and how far their caches are compressed; see `kv_cache_of`."""
     prompts = requests[::answers]
     read, generated = sum(len(request.ids) for request in prompts), sum(len(request.tokens) for request in requests)
     return {
@@ -34,6 +34,18 @@ def usage_of(requests: Sequence[Request], answers: int = 1) -> dict[str, Any]:
         "completion_tokens": generated,
         "total_tokens": read + generated,
         "prompt_tokens_details": {"cached_tokens": sum(request.cached_tokens for request in prompts)},
+        "kv_cache": kv_cache_of(requests, answers),
+    }
+
+
+def kv_cache_of(requests: Sequence[Request], answers: int = 1) -> dict[str, int]:
+    """Return the slots at the end of the answers, the tokens merged into others, and prompt tokens over the budget."""
+    timings = [request.timing for request in requests]
+    slots = sum(timing.cache_slots for timing in timings)
+    return {
+        "slots": slots,
+        "merged_tokens": sum(timing.cache_tokens for timing in timings) - slots,
+        "prompt_tokens_over_budget": sum(timing.over_budget for timing in timings[::answers]),
     }
 
 

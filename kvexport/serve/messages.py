@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from kvexport.bounded_json import read_json
 from kvexport.engine.request import Request as EngineRequest
 from kvexport.language.reasoning import thinks
-from kvexport.serve.answers import stop_string
+from kvexport.serve.answers import kv_cache_of, stop_string
 from kvexport.serve.conversation import Conversation, Prepared, continuation, text_of
 from kvexport.serve.deltas import Delta
 from kvexport.serve.errors import ApiError
@@ -206,6 +206,7 @@ def _usage(request: EngineRequest) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": request.cached_tokens,
         "output_tokens": len(request.tokens),
+        "kv_cache": kv_cache_of([request]),
     }
 
 

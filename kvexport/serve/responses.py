@@ -265,6 +265,7 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": usage.get("completion_tokens_details") or {"reasoning_tokens": 0},
         "total_tokens": usage["total_tokens"],
+        "kv_cache": usage["kv_cache"],
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -87,23 +86,17 @@ def lanes_now(engine: Engine, lanes: Lanes) -> list[dict[str, Any]]:
     for lane in range(lanes.count):
         request = holders.get(lane)
         entry: dict[str, Any] = {"state": request.state.value if request else "idle", "tokens": lanes.length[lane]}
-        entry["slots"] = occupied(lanes, lane)
+        entry["slots"] = lanes.occupied(lane)
         if request is not None:
             entry |= {"prompt": len(request.ids), "read": request.done, "generated": len(request.tokens)}
         entries.append(entry)
     return entries
 
 
-def occupied(lanes: Lanes, lane: int) -> float:
-    """Return how many KV-cache slots a lane occupies, averaged over the KV heads of all layers."""
-    counters = lanes.counters(lane)
-    return math.fsum(counters.held) / len(counters.held) + counters.added
-
-
 def tokens_per_slot(engine: Engine, lanes: Lanes) -> float:
     """Return the compression: tokens per occupied KV-cache slot, over all lanes in use; 0 if none is in use."""
     used = [request.lane for request in engine.running()]
-    slots = sum(occupied(lanes, lane) for lane in used)
+    slots = sum(lanes.occupied(lane) for lane in used)
     return sum(lanes.length[lane] for lane in used) / slots if slots else 0.0
 
 

@@ -44,11 +44,24 @@ def mean_kl_at(positions: list[list[int]], own: list[dict[int, Row]], full: list
     return float(np.mean(values)) if values else 0.0, len(values)
 
 
+def loss(logits: Row, token: int) -> float:
+    """Return -ln p of a token in nats."""
+    row = logits.astype(np.float64) - logits.max()
+    return float(np.log(np.exp(row).sum()) - row[token])
+
+
 def measure_divergence(
-    result: Any, positions_of: list[list[int]], own: list[dict[int, Row]], full: list[dict[int, Row]]
+    result: Any,
+    tokens: list[NDArray[np.int64]],
+    positions_of: list[list[int]],
+    own: list[dict[int, Row]],
+    full: list[dict[int, Row]],
 ) -> None:
-    """Measure KL(full cache || engine) and top-1 agreement at positions of each sequence, and append to `result`."""
-    for positions, engine_rows, full_rows in zip(positions_of, own, full, strict=True):
+    """Measure KL(full cache || engine), agreement and losses at positions of each sequence, and append to `result`."""
+    for ids, positions, engine_rows, full_rows in zip(tokens, positions_of, own, full, strict=True):
+        known = [p for p in positions if p + 1 < len(ids)]
+        losses = [[loss(rows[p], ids[p + 1]) for p in known] for rows in (full_rows, engine_rows)]
+        result.losses.append(tuple(map(float, np.mean(losses, 1))) if known else None)
         result.positions.append(positions)
         result.kl.append([kl(full_rows[p], engine_rows[p]) for p in positions])
         result.agrees.append([bool(full_rows[p].argmax() == engine_rows[p].argmax()) for p in positions])

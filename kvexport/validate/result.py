@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvexport.validate.perturbation import Perturbation
 
 FLIPS_ALLOWED = 0.01  # share of head-merges; on SmolLM2 rounding decides a tie in one of a thousand
+FAR = 0.5  # nats that a compressed cache may add to the loss of text without a warning
 FEW_FLIPS = 2  # this many flips pass, however few head-merges there were
 ROUNDING_RATIO = 3.0  # largest ratio of the engine's to PyTorch's errors against float64, at the checked quantile
 ABOVE = 10  # errors beyond the checked quantile if there are fewer than 1,000, whose 99th percentile is mostly chance
@@ -134,6 +135,9 @@ class ValidationResult:
     parted: dict[int, list[int]] = field(default_factory=dict)
     # For each sequence KL(full cache || engine) in nats at `positions`
     kl: list[list[float]] = field(default_factory=list)
+    # For each sequence the mean losses of the next token at `positions`, with the full cache and with the engine, in
+    # nats; None without positions that have a next token
+    losses: list[tuple[float, float] | None] = field(default_factory=list)
     # For each sequence whether the top token equals the full cache's at `positions`
     agrees: list[list[bool]] = field(default_factory=list)
     positions: list[list[int]] = field(default_factory=list)  # for each sequence the compared positions
@@ -203,6 +207,23 @@ class ValidationResult:
             )
         return problems
 
+    @property
+    def losses_of_text(self) -> tuple[float, float] | None:
+        """The mean losses of the next token of text, with the full cache and with the engine; None without text."""
+        pairs = [pair for pair in self._rows(self.losses, "text") if pair is not None]
+        return (float(np.mean([x[0] for x in pairs])), float(np.mean([x[1] for x in pairs]))) if pairs else None
+
+    @property
+    def warning(self) -> str:
+        """What to do if the engine predicts text much worse than the full cache, though it may be right; else ""."""
+        full, engine = self.losses_of_text or (0.0, 0.0)
+        if engine <= full + FAR:
+            return ""
+        return (
+            f"the compressed cache predicts text much worse than the full one: {engine:.3g} nats a token, with the "
+            f"full cache {full:.3g}; build with a larger --budget, or --set cache.method=h2o, which merges nothing"
+        )
+
     def largest(self, kind: str) -> float:
         """Return the largest difference from PyTorch of one kind of tensor, over all calls."""
         return max((s["largest"][kind] for s in self.steps if kind in s["largest"]), default=0.0)
@@ -231,6 +252,7 @@ class ValidationResult:
             "passed": self.passed,
             "problem": self.problem,
             "problems": self.problems,
+            "warning": self.warning,
             "mean_kl": self.mean_kl(),
             "top1_agreement": self.agreement(),
         }

@@ -117,7 +117,7 @@ def validate_artifact(
         every = [sorted({*a, *b}) for a, b in zip(positions, untouched, strict=True)]
         del engine, reference, comparison  # their memory goes to the uncompressed model
         full = full_logits(shape.checkpoint, recipe, tokens, every)
-        measure_divergence(result, positions, own, full)
+        measure_divergence(result, tokens, positions, own, full)
         result.first_kl, result.first_compared = mean_kl_at(untouched, own, full)
     result.seconds = time.monotonic() - began
     return result

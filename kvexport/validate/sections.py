@@ -59,6 +59,12 @@ def summary(result: ValidationResult) -> dict[str, Any]:
         for kind in dict.fromkeys(result.texts)
         if any(kl for kl, text in zip(result.kl, result.texts, strict=False) if text == kind)
     }
+    if (losses := result.losses_of_text) is not None:
+        distances["loss of the next token, text"] = "{:.4g} nats with the full cache, {:.4g} with the engine".format(
+            *losses
+        )
+    if result.warning:
+        distances["warning"] = result.warning
     return {
         "result": "passed" if result.passed else f"FAILED: {'; '.join(result.problems)}",
         "artifact": result.artifact,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,15 +68,16 @@ def counted(monkeypatch: pytest.MonkeyPatch, fail_at: int | None = None) -> list
 
 
 def test_an_interrupted_measurement_continues_and_serves_every_budget(
-    small: Path, monkeypatch: pytest.MonkeyPatch
+    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as interrupted:
         done = counted(interrupted, fail_at=1)
         with pytest.raises(KeyboardInterrupt):
             budgets(small)
-    assert len(done) == 1
+    assert len(done) == 1 and "the costs of 1 of 4 texts are kept" in capsys.readouterr().err
     more = counted(monkeypatch)
     recipe = budgets(small).recipe
+    assert (compared := budgets(small).divergence) is not None and 0 < compared.built < compared.dropped
     assert len(more) == 3  # of two kinds of text and two passages with facts, the first was saved
     shares = np.array(recipe.cache.allocation.shares)
     assert shares.ndim == 2 and shares.std() > 0.1 and shares.mean() == pytest.approx(1, abs=0.02)
@@ -176,11 +178,14 @@ def test_a_build_reads_a_number_of_texts_that_depends_on_the_model_alone(
         return costs
 
     monkeypatch.setattr(measured, "PARAMETERS", 1.0)
+    monkeypatch.setattr(measured, "SHORT", -1)
     monkeypatch.setattr(HeadCosts, "of_text", of_text)
     os.utime(next(small.glob("*.safetensors")), (3, 3))
     first = budgets(small).recipe.cache.allocation.shares
     assert len(done) == measured.FEWEST
-    assert "calibrating on 3 texts, about" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "calibrating on 3 texts, about" in shown and "--no-calibrate builds at once with equal budgets" in shown
+    assert re.findall(r"(\d of 3) texts are measured, about \d+ s left", shown) == ["1 of 3", "2 of 3"]
     assert budgets(small, calibrate=True).recipe.cache.allocation.shares != first
     assert len(done) == 4
     assert budgets(small).recipe.cache.allocation.shares == first and len(done) == 4

@@ -40,7 +40,9 @@ def test_a_turn_reads_only_the_new_tokens(
     assert talk.last is not None and talk.last.cached_tokens == first.length
     assert len(talk.last.ids) == len(prompt(talk.messages[:4]))
     assert talk.command("/stats")
-    assert f"tokens seen: {len(talk.last.ids) + 11}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"tokens seen: {len(talk.last.ids) + 11}" in shown
+    assert f"slots stand for {len(talk.last.ids) + 11} tokens" in shown
 
 
 def test_a_saved_and_loaded_conversation_continues_equally(talk: command.Chat, tmp_path: Path) -> None:

@@ -126,7 +126,9 @@ def test_inspect_shows_the_contents_of_an_artifact(tiny_artifact: Path) -> None:
     own, of_heads = sorted(data["graphs"]["merge"]["functions"], key=len)
     assert own == "kvexport.MergeCache" and of_heads.startswith("kvexport.HeadsMergeCache_")
     assert data["cache"]["bytes_per_sequence"] == sum(layer["bytes"] for layer in data["cache"]["layers"]) + 8
-    shown = ok("inspect", tiny_artifact, "--no-verify")
+    assert data["divergence"] is None and "measured at build" not in (
+        shown := ok("inspect", tiny_artifact, "--no-verify")
+    )
     assert "NOT verified" in shown
     for name in manifest["files"]:
         assert name in shown
@@ -194,6 +196,10 @@ def test_statistics_count_tokens_and_time(tiny_artifact: Path) -> None:
     result = run("generate", tiny_artifact, "abc", "--max-new-tokens", 3, "--stats")
     assert len(result.stdout.rstrip("\n")) == 3, "figures go to stderr"
     assert f"cache bytes: {data['stats']['cache_bytes']}\n" in result.stderr
+    assert "cache: 5 slots stand for 5 tokens\n" in result.stderr  # the last token is not read
+    stats = generated(tiny_artifact, ["--token-ids", ",".join(["5"] * 88)])["stats"]
+    assert stats["cache_tokens"] == 88 + 7 and 32 <= stats["cache_slots"] < 64
+    assert stats["prompt_tokens_over_budget"] == 88 - 32
 
 
 def test_the_bar_of_the_prompt_advances_to_its_end(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,6 +269,7 @@ def test_a_prompt_that_is_not_utf8_is_refused(tiny_artifact: Path, tmp_path: Pat
 class Outcome:
     passed: bool
     problem: str = ""
+    warning: str = "the compressed cache predicts text much worse"
 
     def to_json(self) -> dict[str, Any]:
         return {"passed": self.passed, "mean_kl": math.nan, "steps": [{"largest": math.inf}]}
@@ -310,7 +317,7 @@ def test_validate_reports_and_exits_with_4_on_a_mismatch(
     }
     assert result.exit_code == (0 if outcome.passed else 4)
     assert f"passed: {outcome.passed}" in result.stdout
-    assert outcome.problem in result.stderr
+    assert outcome.problem in result.stderr and f"warning: {outcome.warning}\n" in result.stderr
     assert f"passed: {outcome.passed}" in (tmp_path / "page.html").read_text()
     shown = run("validate", "x", "--json")
     assert shown.exit_code == result.exit_code

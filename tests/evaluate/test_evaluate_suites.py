@@ -15,8 +15,11 @@ from typer.testing import CliRunner
 import kvexport
 from kvexport.cache import LayerGeometry
 from kvexport.commands.app import app
+from kvexport.engine.completion import Completion
 from kvexport.evaluate.settings import equal_bytes
+from kvexport.evaluate.suites import read_ruler, run_items
 from kvexport.recipe.load import load_recipe
+from tests.support.http_server import engine_of, prompt
 
 # The checkpoints that the recipes name: layers, query heads and KV heads, of 128 dimensions each.
 SHAPES = {
@@ -74,6 +77,27 @@ def suites(tmp_path: Path) -> Path:
     )
     (config / "dataset2maxlen.json").write_text(json.dumps({"hotpotqa": 8, "lcc": 6}))
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("prefix", "chat", "expected"),
+    [
+        (" they are", True, prompt([{"role": "user", "content": "who has it"}]) + " they are"),
+        (" they are", False, "who has it they are"),
+        (None, True, "who has it"),
+    ],
+    ids=["in the chat template", "without a template", "a whole prompt"],
+)
+def test_a_prompt_of_ruler_ends_with_the_beginning_of_the_answer(
+    prefix: str | None, chat: bool, expected: str, tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cwe").mkdir()
+    row = {"input": "who has it", "outputs": ["anna"], **({} if prefix is None else {"answer_prefix": prefix})}
+    (tmp_path / "cwe" / "validation.jsonl").write_text(json.dumps(row))
+    engine, seen = engine_of(tiny_artifact) if chat else kvexport.load(tiny_artifact), list[Any]()
+    monkeypatch.setattr(engine, "generate", lambda prompts, **_: seen.extend(prompts) or [Completion(0)])
+    assert run_items(engine, read_ruler(tmp_path)["ruler/cwe"], 1) == [0.0]
+    assert engine.tokenizer is not None and engine.tokenizer.decode(seen[0]) == expected
 
 
 def test_a_papers_recipe_is_evaluated_on_a_local_folder(suites: Path, tiny_checkpoint: Path) -> None:

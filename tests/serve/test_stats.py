@@ -53,6 +53,15 @@ def test_the_slots_of_a_head_stand_for_the_tokens_that_it_saw(server: Running) -
             assert min(slots["votes"]) > 0 and max(slots["votes"]) > 1.5  # some represent several tokens
 
 
+def test_the_usage_of_an_answer_tells_what_its_cache_holds(server: Running) -> None:
+    answer = server.ask("/v1/completions", {**ASKED, "stream": False, "max_tokens": 4, "n": 2})[2]["usage"]
+    slots = [lane["slots"] for lane in server.ask("/stats")[2]["lanes"][:2]]
+    merged = 2 * (88 + 3) - round(sum(slots))
+    assert answer["kv_cache"] == {"slots": sum(slots), "merged_tokens": merged, "prompt_tokens_over_budget": 88 - 32}
+    short = server.ask("/v1/completions", {"prompt": "anna", "max_tokens": 4})[2]["usage"]["kv_cache"]
+    assert short == {"slots": 4 + 3, "merged_tokens": 0, "prompt_tokens_over_budget": 0}
+
+
 @pytest.mark.parametrize(
     "query", ["lane=4", "lane=-1", "layer=2", "head=2", "lane=x", "lane=%C2%B2", "lane=" + "9" * 99]
 )

@@ -7,6 +7,7 @@ the Makefile.
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import shutil
@@ -18,6 +19,7 @@ import pytest
 import typer.main
 
 from kvexport.commands.app import app
+from kvexport.paths import PACKAGE
 from tests.docs.pages import PAGES, Block, blocks
 from tests.support.command_line import ok
 from tests.support.paths import ROOT
@@ -129,3 +131,13 @@ def test_marked_blocks_run(page: Path, tiny: Path, tmp_path: Path, monkeypatch: 
 def test_a_command_that_cannot_work_is_detected(line: str, message: str) -> None:
     (words,) = commands(Block(1, 3, "console", f"$ {line}", False))
     assert message in problem(words) if message else not problem(words)
+
+
+def test_messages_of_the_page_on_troubleshooting_are_the_programs() -> None:
+    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
+    texts = [node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    known = "\n".join(text for text in texts if isinstance(text, str))
+    page = (ROOT / "docs" / "tasks" / "troubleshooting.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| ((?:`[^`|]+`(?:, )?)+) \|", page, re.MULTILINE)
+    parts = [part.strip(" ") for cell in cells for code in re.findall("`(.+?)`", cell) for part in code.split("...")]
+    assert len(parts) > 20 and [part for part in parts if part not in known] == []

@@ -276,7 +276,7 @@ class EngineCore:
         lanes, timing = self._pool.lanes, request.timing
         timing.cache_tokens += lanes.length[request.lane]
         timing.cache_slots += min(round(lanes.occupied(request.lane)), lanes.length[request.lane])
-        timing.over_budget += max(0, len(request.ids) - round(lanes.budget))
+        timing.over_budget += round(max(0.0, len(request.ids) - lanes.budget))
 
     def _take_out(self, request: Request, reason: FinishReason) -> None:
         if request.keep:

@@ -7,6 +7,7 @@ not depend on its batch. Prompts merge after every chunk, or once at their end (
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, cast
 
@@ -46,6 +47,9 @@ class Lanes:
         self._capacity, self._budget = plan.heads("capacity"), plan.heads("budget")
         self._merges = np.repeat([layer.merges for layer in plan.caches], [layer.kv_heads for layer in plan.caches])
         self._merges &= self._budget < self._capacity
+        # The KV heads that lose tokens which the model still sees: in a layer with a window, others lose none of them.
+        windows = np.repeat([layer.sliding_window for layer in plan.caches], [layer.kv_heads for layer in plan.caches])
+        self._compresses = self._merges & ((windows == 0) | (self._budget < windows))
         # Slots used after the last merge [lanes, KV heads]; see `Counters`.
         self._held = np.zeros((lanes, len(self._capacity)), dtype=np.int64)
         # Counters of a step are Python integers, lane by lane, and its arrays are filled through memory views. Between
@@ -72,14 +76,15 @@ class Lanes:
         return Counters(tuple(self._held[lane].tolist()), self._added[lane], self.length[lane])
 
     def occupied(self, lane: int) -> float:
-        """Return the slots that a lane occupies, averaged over the KV heads that evict entries; over all if none do."""
-        held = self._held[lane]
-        return float((held[self._merges] if self._merges.any() else held).mean()) + self._added[lane]
+        """Return the slots that a lane occupies, averaged over the KV heads that compress; its tokens if none do."""
+        if not self._compresses.any():
+            return self.length[lane]
+        return float(self._held[lane][self._compresses].mean()) + self._added[lane]
 
     @property
     def budget(self) -> float:
-        """The budget of the KV heads that evict entries, in slots on average; the least capacity if none do."""
-        return float(self._budget[self._merges].mean() if self._merges.any() else self._capacity.min())
+        """The slots of the KV heads that compress, on average; infinite if none do."""
+        return float(self._budget[self._compresses].mean()) if self._compresses.any() else math.inf
 
     def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
         """Return copies of one lane's state tensors in host memory. See `ModelState.read`."""

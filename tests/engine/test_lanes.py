@@ -218,3 +218,19 @@ def test_a_sequence_ends_with_an_error_before_its_positions_run_out() -> None:
         lanes.append([ids(1), ids(4)])
     lanes.append([ids(), ids(5)])
     assert lanes.length == [MOST - BUDGET - SLACK, 2]
+
+
+@pytest.mark.parametrize(
+    ("window", "slots", "budget"),
+    [(0, BUDGET, BUDGET), (BUDGET + 1, BUDGET, BUDGET), (BUDGET, 3 * CHUNK, np.inf)],
+    ids=["no window", "fewer slots than the window", "a whole window"],
+)
+def test_slots_stand_for_tokens_where_tokens_that_the_model_sees_are_evicted(
+    window: int, slots: int, budget: float
+) -> None:
+    """A head without evictions beside it does not count, and a whole window holds all that the model sees."""
+    full = LayerCache(4, 4, 1, (100,), (100,), 1, (1,), 0, False, "float32")
+    layer = LayerCache(4, 4, 1, (BUDGET,), (BUDGET + SLACK,), 1, (1,), window, True, "float32")
+    lanes = Lanes(Recorder(1), CachePlan((full, layer)), 1, prefill_chunk=CHUNK, merge_every=EVERY)
+    lanes.prefill([np.arange(3 * CHUNK)])
+    assert (lanes.occupied(0), lanes.budget) == (slots, budget)

@@ -133,6 +133,7 @@ class LoadedModel(Protocol):
     """A loaded model: its graphs, with one copy of the weights for any number of states."""
 
     all_logits: bool  # whether a call returns logits of every token instead of the last one
+    in_host_memory: bool  # whether the KV caches are in the host's memory
 
     def new_state(self, plan: CachePlan, lanes: int, memory: Memory | None = None) -> ModelState:
         """Return a state of empty KV caches for a batch of sequences."""

@@ -119,7 +119,10 @@ def serve(
     timeout: Annotated[float, request_option(min=1, help="End a request after this many seconds.")] = 1800.0,
     prefix_memory: Annotated[
         str,
-        session_option(metavar="BYTES", help="Keep the states of prompt prefixes in this much memory; 0 keeps none."),
+        session_option(
+            metavar="BYTES",
+            help="Keep the states of prompt prefixes in this much memory; 0 keeps none. On the CPU alone.",
+        ),
     ] = "1GiB",
     session_memory: Annotated[
         str,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
@@ -105,6 +106,14 @@ class Lanes:
         """
         state = without_replaced(self._plan, self.read(lane), self.before_merge(lane))
         return Saved(state, self.counters(lane))
+
+    def saved_bytes(self, lane: int) -> int:
+        """Return at most how many bytes `save` copies of a lane: those of its occupied slots, and whole rings."""
+        used = iter(np.minimum(self._held[lane] + self._added[lane], self._capacity).tolist())
+        caches = [
+            replace(x, capacity=x.first_slots(max(itertools.islice(used, x.kv_heads)))) for x in self._plan.caches
+        ]
+        return replace(self._plan, caches=tuple(caches)).bytes()
 
     def restore(self, lane: int, saved: Saved) -> None:
         """Load a lane with a saved state, also from another engine with an equal cache plan and merge interval."""

@@ -20,7 +20,7 @@ class EngineOptions:
         preempts: Whether a waiting request takes the lane of a running request with a higher `priority` number, which
             continues later.
         prefix_memory: Bytes for saved states of prompt prefixes, so that a prefix that several prompts share is read
-            once; 0 saves none.
+            once; 0 saves none. On a GPU none are saved.
         drafts: Whether the engine drafts tokens if the artifact's recipe sets `speculate.draft`.
         ahead: Whether a GPU may begin the next decode call before the host has read the tokens of the one before, if
             all of them are greedy. Answers are the same without.

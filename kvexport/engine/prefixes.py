@@ -102,15 +102,17 @@ class Prefixes:
         Lanes that may contain NaN are not saved. `rows` are the logits after the tokens that were read.
         """
         for i, request in enumerate(requests):
-            if request.done in request.borders and np.isfinite(rows.row(i)).all():
-                self._put(request, lanes.save(request.lane))
+            if request.done not in request.borders or not np.isfinite(rows.row(i)).all():
+                continue
+            key = request.keys[request.done]
+            # A lane that is too large is not copied.
+            if key in self._saved or lanes.saved_bytes(request.lane) > self.limit:
+                continue
+            self._saved[key] = lanes.save(request.lane)
+            self.nbytes += _bytes_of(self._saved[key])
+            self._shrink()
 
-    def _put(self, request: Request, saved: Saved) -> None:
-        key, size = request.keys[request.done], _bytes_of(saved)
-        if key in self._saved or size > self.limit:
-            return
-        self._saved[key] = saved
-        self.nbytes += size
+    def _shrink(self) -> None:
         while self.nbytes > self.limit:
             self.nbytes -= _bytes_of(self._saved.popitem(last=False)[1])
 

@@ -104,7 +104,7 @@ class Service:
         self.memory = ServerMemory(
             engine.manifest.bytes,
             state_bytes(engine.manifest.recipe, engine.plan, engine.max_batch),
-            settings.prefix_memory,
+            0 if engine.prefixes is None else engine.prefixes.limit,
             settings.session_memory,
             engine.adapters.nbytes,
         )

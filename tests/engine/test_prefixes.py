@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from kvexport.engine.engine import Engine
+from kvexport.engine.lanes import Lanes
 from kvexport.engine.load import load
+from kvexport.engine.options import EngineOptions
 from kvexport.engine.prefixes import Prefixes
 from kvexport.engine.request import Request
 
@@ -88,6 +90,31 @@ def test_the_memory_is_bounded_and_the_least_recently_used_go(tiny_artifact: Pat
     assert (engine.prefixes.queries, engine.prefixes.hits) == (10 * 17, 4 * 16)
     engine.prefixes = Prefixes(CHUNK, size - 1)
     assert [answered(engine, prompts[0])[0].cached_tokens for _ in range(2)] == [0, 0]
+
+
+def test_a_lane_that_is_too_large_is_not_copied(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, save = SHARED[:40], Lanes.save
+    sizes: list[tuple[int, int]] = []
+
+    def measured(lanes: Lanes, lane: int) -> Any:
+        saved = save(lanes, lane)
+        sizes.append((sum(x.nbytes for x in saved.state.values()), lanes.saved_bytes(lane)))
+        return saved
+
+    assert engine.prefixes is not None
+    monkeypatch.setattr(Lanes, "save", measured)
+    answered(engine, [1, *prompt], [2] * 90)
+    assert len(sizes) > 2 and all(real <= bound < 1.1 * real for real, bound in sizes)
+    engine.prefixes.limit = min(real for real, _ in sizes) - 1
+    count = len(sizes)
+    answered(engine, [3, *prompt])
+    assert len(sizes) == count
+
+
+def test_on_a_gpu_no_prefixes_are_saved(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine.with_options(EngineOptions(prefix_memory=1)).prefixes is not None
+    monkeypatch.setattr(engine.model, "in_host_memory", False)
+    assert engine.with_options(EngineOptions(prefix_memory=1)).prefixes is None
 
 
 def test_a_lane_that_may_hold_nan_is_not_kept(engine: Engine, cold: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ class Sessions:
             devices.load_cuda_libraries(onnxruntime)
         self.vocabulary = vocabulary
         self.all_logits = all_logits
-        self.device = device
+        self.device, self.in_host_memory = device, device == "cpu"
         self.zeros: Any = np.zeros if device == "cpu" else partial(DeviceArray, device)
         self.adapters = adapters or Adapters()
         self.adapter_tensors = {name: self._on_device(array) for name, array in self.adapters.tensors.items()}

@@ -25,6 +25,8 @@ from kvexport.cache import CachePlan
 class LoadedModel(Plans):
     """The TensorRT engines of one exported model, for any number of states of KV caches."""
 
+    in_host_memory = False
+
     def new_state(self, plan: CachePlan, lanes: int, memory: Memory | None = None) -> TensorRTState:
         """Return empty KV caches for `lanes` sequences on the GPU."""
         return TensorRTState(self, plan, lanes)

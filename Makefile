@@ -68,14 +68,15 @@ native: setup
 wheel: native
 	KVEXPORT_REPOSITORY=$(REPOSITORY) $(BIN)/python -m hatchling build --directory dist
 
-# Everything of a release, in build-cache/release: built twice, for each processor that there is a compiler for.
+# Everything of a release, in build-cache/release: built twice, for each processor that there is a compiler for. With
+# nvcc also the wheel of kvexport-cuda; CUDA="80 90" names its compute capabilities, otherwise they are all.
 release: native
-	KVEXPORT_REPOSITORY=$(REPOSITORY) $(BIN)/python -m tools.release
+	KVEXPORT_REPOSITORY=$(REPOSITORY) $(BIN)/python -m tools.release $(if $(CUDA),--capabilities $(CUDA))
 
-# The same for ONNX Runtime's CUDA provider; takes nvcc. CUDA="80 90" names compute capabilities, otherwise they are
-# this machine's.
-native-cuda: setup
-	$(BIN)/python plugins/build.py onnxruntime-cuda $(if $(CUDA),--capabilities $(CUDA))
+# The native operators of this checkout for ONNX Runtime's CUDA provider; takes nvcc. CUDA="80 90" names compute
+# capabilities, otherwise they are this machine's.
+native-cuda:
+	$(PYTHON) plugins/build.py onnxruntime-cuda $(if $(CUDA),--capabilities $(CUDA))
 
 # The compiler and the emulator that the kernels for Arm are tested with. Without them those tests say what they could
 # not reach.

@@ -28,11 +28,11 @@ RUN python -m venv --without-pip /opt/nvcc \
 ARG CAPABILITIES="80 86 87 89 90 100 110 120"
 RUN PATH="$(echo /opt/nvcc/lib/python3*/site-packages/nvidia/cu13/bin):$PATH" \
     && python plugins/build.py onnxruntime-cuda --capabilities ${CAPABILITIES} --out /opt/libraries/cuda13
-ARG EXTRAS=serve
+ARG EXTRAS=gpu,serve
 # onnxruntime-gpu is installed last, since both packages of ONNX Runtime have the same module. The operators for the CPU are
 # left out.
 RUN python -m venv --without-pip /opt/kvexport \
-    && KVEXPORT_NATIVE=off pip --python /opt/kvexport/bin/python install --no-cache-dir --constraint constraints.txt ".${EXTRAS:+[${EXTRAS}]}" "onnxruntime-gpu[cuda,cudnn]" \
+    && KVEXPORT_NATIVE=off pip --python /opt/kvexport/bin/python install --no-cache-dir --constraint constraints.txt ".${EXTRAS:+[${EXTRAS}]}" \
     && pip --python /opt/kvexport/bin/python install --no-cache-dir --constraint constraints.txt --force-reinstall --no-deps onnxruntime-gpu \
     && KVEXPORT_CUDA_LIBRARIES=/opt/libraries pip --python /opt/kvexport/bin/python install --no-cache-dir --constraint constraints.txt --no-deps ./plugins/cuda_wheel
 

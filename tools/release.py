@@ -2,9 +2,10 @@
 
     python -m tools.release [--out DIR]        (make release writes build-cache/release)
 
-The source distribution and a wheel for each processor that this machine has a compiler for are built twice, each time
-from a fresh copy of the commit in another folder, and must have the same bytes. auditwheel then reads each wheel, if it
-is installed. The version's section of CHANGELOG.md becomes notes.md.
+The source distribution, a wheel for each processor that this machine has a compiler for, and with nvcc the wheel of
+kvexport-cuda for this machine's processor are built twice, each time from a fresh copy of the commit in another folder,
+and must have the same bytes. auditwheel then reads each wheel, if it is installed. The version's section of
+CHANGELOG.md becomes notes.md. docs/tasks/cuda.md has the line that installs from this folder.
 
 A tree with changes, a changelog without a dated section of the version, and a version that has a tag are refused.
 Nothing is uploaded and no tag is set: the script prints the commands that remain.
@@ -87,8 +88,28 @@ def machines() -> list[str]:
     return [own, *(x for x in MACHINES if x != own and shutil.which(f"{x}-linux-gnu-g++"))]
 
 
-def build(root: Path, target: str, settings: Mapping[str, str], folder: Path) -> Path:
-    """Build a distribution from a fresh copy of a commit, and return its file."""
+def cuda_libraries(root: Path, capabilities: Sequence[str], folder: Path) -> list[str]:
+    """Compile the CUDA libraries into `folder`, in the form that kvexport-cuda packs.
+
+    Returns:
+        The targets that were left out, because TensorRT's headers or nvcc are missing, with the reason.
+    """
+    sys.path.insert(0, str(root / "plugins"))
+    from building import make, resources
+    from building.targets import CAPABILITIES
+
+    left_out = []
+    for target in ("onnxruntime-cuda", "tensorrt"):
+        if lacks := make.missing(target):
+            left_out.append(f"{target}: {lacks}")
+            continue
+        major = resources.compiler_version().partition(".")[0]
+        make.build(target, capabilities=capabilities or CAPABILITIES, out=folder / f"cuda{major}")
+    return left_out
+
+
+def build(root: Path, target: str, settings: Mapping[str, str], folder: Path, project: str = ".") -> Path:
+    """Build a distribution of the project in a folder of a fresh copy of a commit, and return its file."""
     copy, out = folder / "source", folder / "dist"
     copy.mkdir(parents=True)
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=root, capture_output=True, check=True).stdout
@@ -96,15 +117,15 @@ def build(root: Path, target: str, settings: Mapping[str, str], folder: Path) ->
         files.extractall(copy)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVEXPORT_")}
     command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(out)]
-    run(command, copy, {**kept, **settings})
+    run(command, copy / project, {**kept, **settings})
     (path,) = out.iterdir()
     return path
 
 
-def build_twice(root: Path, target: str, settings: Mapping[str, str], out: Path) -> Path:
+def build_twice(root: Path, target: str, settings: Mapping[str, str], out: Path, project: str = ".") -> Path:
     """Build a distribution twice and copy it into `out`. Raise Refused if the two differ."""
     with tempfile.TemporaryDirectory() as folder:
-        first, second = (build(root, target, settings, Path(folder, name)) for name in ("one", "other/folder"))
+        first, second = (build(root, target, settings, Path(folder, name), project) for name in ("one", "other/folder"))
         if first.name != second.name or first.read_bytes() != second.read_bytes():
             raise Refused(f"{first.name} has other bytes when it is built again", "find what depends on time or folder")
         return Path(shutil.copy(first, out))
@@ -121,8 +142,8 @@ def audit(wheel: Path) -> None:
         raise Refused(f"auditwheel finds that {wheel.name} runs on fewer systems than its name says", shown.strip())
 
 
-def release(root: Path, out: Path, processors: Sequence[str]) -> list[Path]:
-    """Build everything of a release into the folder `out`, and return its files."""
+def release(root: Path, out: Path, processors: Sequence[str], cuda: Path | None = None) -> list[Path]:
+    """Build everything of a release into the folder `out`, with the CUDA libraries in `cuda`, and return its files."""
     version = check(root)
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
@@ -137,6 +158,8 @@ def release(root: Path, out: Path, processors: Sequence[str]) -> list[Path]:
             raise Refused(f"{files[-1].name} is for systems like this one alone", "CXX=g++-12, or an older compiler")
         if has_auditwheel():
             audit(files[-1])
+    if cuda:
+        files.append(build_twice(root, "wheel", {"KVEXPORT_CUDA_LIBRARIES": str(cuda)}, out, "plugins/cuda_wheel"))
     pins, lock = ((root / name).read_text() for name in ("constraints.txt", "requirements-lock.txt"))
     written = {
         f"kvexport-{version}.cdx.json": json.dumps(bill(pins, lock), indent=1) + "\n",
@@ -158,9 +181,17 @@ def main() -> None:
     """Build a release, and print its files and the commands that remain."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "build-cache" / "release", help="the folder of the files")
-    out = parser.parse_args().out
-    for path in release(ROOT, out, machines()):
+    parser.add_argument("--capabilities", nargs="+", default=[], metavar="N", help="of kvexport-cuda, as in 80 90")
+    options = parser.parse_args()
+    out = options.out
+    check(ROOT)
+    with tempfile.TemporaryDirectory() as folder:
+        left_out = cuda_libraries(ROOT, options.capabilities, Path(folder))
+        files = release(ROOT, out, machines(), Path(folder) if any(Path(folder).iterdir()) else None)
+    for path in files:
         print(f"{path}: {path.stat().st_size:,} bytes")
+    for reason in left_out:
+        print(f"kvexport-cuda lacks {reason}", file=sys.stderr)
     if not has_auditwheel():
         print("auditwheel is not installed, and read no wheel: pip install auditwheel", file=sys.stderr)
     tag = f"v{version_of(ROOT)}"

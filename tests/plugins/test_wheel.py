@@ -21,6 +21,7 @@ from typing import Any
 import numpy
 import pytest
 
+from kvexport.backends.onnxruntime import devices
 from kvexport.backends.onnxruntime.operators import library
 from kvexport.version import __version__
 from tests.support.paths import ROOT
@@ -295,6 +296,53 @@ def test_the_wheel_for_cuda_brings_its_libraries_and_announces_them(tmp_path: Pa
         fields = message_from_bytes(file.read(f"kvexport_cuda-{__version__}.dist-info/METADATA"))
     assert "[kvexport.libraries]\nonnxruntime-cuda = kvexport_cuda:get_library_path" in entries
     assert fields["Requires-Dist"] == f"kvexport=={__version__}"
+
+
+def empty_wheel(folder: Path, name: str, module: str = "") -> None:
+    """Write a wheel without requirements; its module, if any, contains the name of the distribution."""
+    stem, info = name.replace("-", "_"), f"{name.replace('-', '_')}-99.dist-info"
+    with zipfile.ZipFile(folder / f"{stem}-99-py3-none-any.whl", "w") as file:
+        if module:
+            file.writestr(f"{module}/__init__.py", name)
+        file.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        extras = "".join(f"Provides-Extra: {extra}\n" for extra in ("cuda", "cudnn"))
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 99\n{extras}")
+        file.writestr(f"{info}/RECORD", "")
+
+
+def test_kvexport_for_gpus_and_its_kernels_are_installed_from_a_folder_of_wheels(tmp_path: Path) -> None:
+    """Pip installs the wheels of kvexport and kvexport-cuda into an empty environment, with empty requirements."""
+    wheels, libraries = tmp_path / "wheels", tmp_path / "libraries" / "cuda13"
+    libraries.mkdir(parents=True)
+    (libraries / "libkvexport_onnxruntime_cuda.so").write_bytes(b"\x7fELF\0GLIBC_2.17\0")
+    wheels.mkdir()
+    plain = build("wheel", tmp_path / "plain", KVEXPORT_NATIVE="off").rename(wheels / "kvexport-x-py3-none-any.whl")
+    plain.rename(wheels / f"kvexport-{__version__}-py3-none-any.whl")
+    built = build("wheel", tmp_path / "cuda", CUDA, KVEXPORT_CUDA_LIBRARIES=str(libraries.parent))
+    built.rename(wheels / built.name)
+    needed = message_from_bytes(metadata(wheels / f"kvexport-{__version__}-py3-none-any.whl", "METADATA"))
+    for requirement in needed.get_all("Requires-Dist", []):
+        if "extra ==" not in requirement or "extra == 'gpu'" in requirement:
+            name = re.match(r"[\w.-]+", requirement)[0]  # type: ignore[index]
+            empty_wheel(wheels, name, "onnxruntime" if name.startswith("onnxruntime") else "")
+    folder = tmp_path / "environment"
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-index"]
+    install += ["--find-links", str(wheels)]
+    subprocess.run([*install, "kvexport[gpu]", "kvexport-cuda"], check=True, cwd=tmp_path)
+    if on_x86 := (sys.platform, platform.machine()) == ("linux", "x86_64"):
+        last = ["--force-reinstall", "--no-deps", "onnxruntime-gpu"]  # onnxruntime has the same module
+        assert devices.INSTALL_GPU.endswith(" ".join(last))
+        subprocess.run([*install, *last], check=True, cwd=tmp_path)
+    (module,) = folder.glob("lib/python3*/site-packages/onnxruntime/__init__.py")
+    assert module.read_text() == ("onnxruntime-gpu" if on_x86 else "onnxruntime")
+    code = "from kvexport.backends.onnxruntime.operators import library; print(library('cuda'))"
+    environment = {"PYTHONPATH": str(Path(numpy.__file__).parent.parent)}
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == str(module.parent.parent / "kvexport_cuda/cuda13/libkvexport_onnxruntime_cuda.so")
 
 
 def test_a_wheel_for_cuda_without_libraries_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.paths import ROOT
 from tools import release
 
 PROJECT = """[build-system]
@@ -81,12 +82,43 @@ def test_a_release_has_distributions_digests_notes_and_a_bill_of_materials(check
         assert hashlib.sha256(files[name].read_bytes()).hexdigest() == digest
 
 
+def test_the_wheel_of_cuda_kernels_is_beside_the_others(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = checkout / "plugins" / "cuda_wheel"
+    (project / "kvexport_cuda").mkdir(parents=True)
+    (project / "pyproject.toml").write_text(
+        PROJECT.replace('"kvexport"', '"kvexport-cuda"').replace("kvexport/", "../../kvexport/")
+    )
+    (project / "kvexport_cuda" / "__init__.py").touch()
+    git(checkout, "add", ".")
+    git(checkout, "commit", "--quiet", "--message", "cuda")
+    files = [path.name for path in release.release(checkout, tmp_path / "out", [], tmp_path)]
+    assert "kvexport_cuda-1.2.0-py3-none-any.whl" in files
+    sums = (tmp_path / "out" / "SHA256SUMS").read_text()
+    assert "kvexport_cuda-1.2.0" in sums
+
+
+def test_cuda_libraries_are_compiled_for_their_toolkit_and_those_left_out_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "plugins"))
+    from building import make, resources
+
+    built = []
+    monkeypatch.setattr(make, "missing", lambda name: "no headers" if name == "tensorrt" else None)
+    monkeypatch.setattr(make, "build", lambda name, **options: built.append((name, options)))
+    monkeypatch.setattr(resources, "compiler_version", lambda: "13.0")
+    assert release.cuda_libraries(ROOT, ["90"], tmp_path) == ["tensorrt: no headers"]
+    assert built == [("onnxruntime-cuda", {"capabilities": ["90"], "out": tmp_path / "cuda13"})]
+
+
 def test_bytes_that_differ_between_two_builds_are_refused(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = iter([b"one", b"other"])
 
-    def build(_root: Path, _target: str, _settings: object, folder: Path) -> Path:
+    def build(_root: Path, _target: str, _settings: object, folder: Path, _project: str) -> Path:
         folder.mkdir(parents=True)
         (folder / "a.whl").write_bytes(next(built))
         return folder / "a.whl"

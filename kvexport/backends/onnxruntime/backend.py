@@ -48,7 +48,7 @@ class OnnxRuntime(Backend):
     name = "onnxruntime"
     packages = (
         Package("onnxruntime", "onnxruntime", "1.22", "run", "runs an artifact's graphs"),
-        Package("onnxruntime-gpu", "onnxruntime", "1.22", "gpu", "ONNX Runtime on a GPU", needs_gpu=True),
+        Package("onnxruntime-gpu", "onnxruntime", "1.31", "gpu", "ONNX Runtime on a GPU", needs_gpu=True),
     )
     devices = tuple(devices.PROVIDERS)
     runs_adapters = True

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
+import platform
+import sys
 from functools import cache
 from typing import Any
 
@@ -18,7 +20,12 @@ PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 # Both packages provide the same module. The one that was installed last overwrites the other.
 SAME_MODULE = {"cpu": "onnxruntime", "cuda": "onnxruntime-gpu"}
 INSTALL_GPU = "pip install 'kvexport[gpu]' && pip install --force-reinstall --no-deps onnxruntime-gpu"
+NO_WHEEL = (
+    "ONNX Runtime compiled with --use_cuda on this machine, or --backend tensorrt: onnxruntime-gpu has no wheel for"
+)
 INSTALL_CUDA = "pip install 'onnxruntime-gpu[cuda,cudnn]'"
+# The oldest Linux driver of each major version of CUDA (NVIDIA's release notes of CUDA).
+DRIVERS = {12: 525, 13: 580}
 A_GPU = "a machine with an NVIDIA GPU and its driver (in a container: docker run --gpus all)"
 DRIVER = "libcuda.so.1"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -48,7 +55,7 @@ def problems(device: str) -> list[tuple[str, str]]:
         problem, fix = f"onnxruntime cannot be imported: {line}", "pip install onnxruntime"
         if both := both_packages():
             return [(f"{problem}; {both}, and one has overwritten files of the other", reinstall(device))]
-        return [(problem, INSTALL_GPU if device == "cuda" else fix)]
+        return [(problem, install_gpu() if device == "cuda" else fix)]
     if device == "cpu":
         return []
     reasons = []
@@ -58,10 +65,33 @@ def problems(device: str) -> list[tuple[str, str]]:
     if PROVIDERS[device] not in available and not (driver and ", cuda-plugin-ep=" in _build_info(onnxruntime)):
         problem = f"onnxruntime {onnxruntime.__version__} has no CUDA provider, only {', '.join(available)}"
         clash = package_clash()
-        reasons.append((f"{problem}: {clash[0]}", clash[1]) if clash else (problem, INSTALL_GPU))
+        reasons.append((f"{problem}: {clash[0]}", clash[1]) if clash else (problem, install_gpu()))
     if driver:
         reasons.append((driver, A_GPU))
+    elif old := old_driver(onnxruntime):
+        reasons.append(old)
     return reasons
+
+
+def install_gpu() -> str:
+    """Return the line that installs ONNX Runtime with CUDA, or what takes its place where it has no wheel."""
+    machine = platform.machine()
+    return INSTALL_GPU if (sys.platform, machine) == ("linux", "x86_64") else f"{NO_WHEEL} {sys.platform} on {machine}"
+
+
+def old_driver(onnxruntime: Any) -> tuple[str, str] | None:
+    """Return the problem and its fix if the driver is older than the CUDA that this onnxruntime is built for."""
+    built = str(getattr(onnxruntime, "cuda_version", "")).partition(".")[0]
+    if not built.isdigit():
+        return None
+    version = ctypes.c_int()
+    drive("cuDriverGetVersion", ctypes.byref(version))
+    if version.value >= int(built) * 1000:
+        return None
+    runs = f"{version.value // 1000}.{version.value % 1000 // 10}"
+    least = f"NVIDIA's driver {DRIVERS[int(built)]}" if int(built) in DRIVERS else f"a driver of CUDA {built}"
+    needs = f"onnxruntime {onnxruntime.__version__} is built for CUDA {built}"
+    return f"the NVIDIA driver runs CUDA up to {runs}, and {needs}", f"{least} or newer, or --device cpu"
 
 
 def both_packages() -> str:

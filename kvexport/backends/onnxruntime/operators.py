@@ -57,7 +57,7 @@ def how_to_build(device: str) -> str:
     if checkout():
         return "make native-cuda" if device == "cuda" else "make native"
     if device == "cuda":
-        return "pip install kvexport-cuda"
+        return "pip install --find-links DIR kvexport-cuda, with DIR the folder of kvexport's wheels (make release)"
     return "apt-get install g++ && pip install --force-reinstall --no-deps --no-binary kvexport kvexport"
 
 

@@ -299,6 +299,37 @@ def test_merges_are_graphs_where_kernels_run_them(cuda_artifact: Path, gpu: Call
         assert (MERGE in model.graphs) == (merging is not None)
 
 
+@pytest.mark.parametrize(
+    ("driver", "built", "problem", "fix"),
+    [
+        (12040, "13.0", "runs CUDA up to 12.4, and onnxruntime 9 is built for CUDA 13", "NVIDIA's driver 580 or newer"),
+        (13000, "14.1", "runs CUDA up to 13.0, and onnxruntime 9 is built for CUDA 14", "a driver of CUDA 14 or newer"),
+        (13010, "13.0", "", ""),
+        (13010, "12.8", "", ""),
+        (13010, None, "", ""),
+    ],
+)
+def test_a_driver_that_is_older_than_the_cuda_of_onnxruntime_is_named(
+    monkeypatch: pytest.MonkeyPatch, driver: int, built: str | None, problem: str, fix: str
+) -> None:
+    def drive(name: str, version: Any) -> None:
+        version._obj.value = driver
+
+    monkeypatch.setattr(devices, "drive", drive)
+    found = devices.old_driver(SimpleNamespace(__version__="9", **({"cuda_version": built} if built else {})))
+    assert found is None if not problem else found == (f"the NVIDIA driver {problem}", f"{fix}, or --device cpu")
+
+
+@pytest.mark.parametrize(
+    ("machine", "begins"), [("x86_64", "pip install 'kvexport[gpu]'"), ("aarch64", "ONNX Runtime")]
+)
+def test_on_arm_no_wheel_is_advised(monkeypatch: pytest.MonkeyPatch, no_gpu: None, machine: str, begins: str) -> None:
+    monkeypatch.setattr(devices.platform, "machine", lambda: machine)
+    monkeypatch.setattr(devices.sys, "platform", "linux")
+    assert devices.problems("cuda")[0][1].startswith(begins)
+    assert devices.install_gpu().endswith("for linux on aarch64") is (machine == "aarch64")
+
+
 def test_a_driver_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     class Driver:
         def __init__(self, name: str) -> None:

@@ -72,6 +72,7 @@ def texts(path: Path) -> list[str]:
 def test_every_page_that_the_sources_name_exists() -> None:
     folders = ("kvexport", "plugins", "recipes", "docker", "tests", "benchmarks", "tools")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SOURCES]
+    files = [path for path in files if "third_party" not in path.parts]  # which names pages of its own project
     assert len(files) > 500
     for path in files:
         for name in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text(encoding="utf-8", errors="replace")):

@@ -84,7 +84,7 @@ def test_the_packages_are_those_of_the_project_with_the_same_oldest_versions() -
     for extra in ("dependencies", "export", "gpu", "serve", "tensorrt"):
         extras = re.search(rf"^{extra} = \[(.*?)\]$", text, re.DOTALL | re.MULTILINE)
         assert extras
-        pairs = re.findall(r'"([\w-]+)>=([\d.]+)"', extras[1])
+        pairs = re.findall(r'"([\w-]+)(?:\[[\w,]+\])?>=([\d.]+)[";]', extras[1])
         declared["run" if extra == "dependencies" else extra] = dict(pairs)
     known: dict[str, dict[str, str]] = {}
     for package in packages():

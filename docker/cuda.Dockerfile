@@ -1,6 +1,8 @@
 # kvexport on ONNX Runtime's CUDA provider: serves artifacts on an NVIDIA GPU. No compiler and no PyTorch is in it. Needs the
 # NVIDIA Container Toolkit and a driver of CUDA 13 to run, and no GPU to be built.
 #
+# Never built with Docker, and never run on a GPU. Its RUN lines but apt-get's and useradd's ran in a folder without Docker.
+#
 #   docker build -f docker/cuda.Dockerfile --build-arg CAPABILITIES=89 -t kvexport:cuda .
 #   docker run --rm --gpus all -v "$PWD/artifacts:/artifacts:ro" kvexport:cuda generate /artifacts/ARTIFACT "a prompt" --device cuda
 #

@@ -2,6 +2,8 @@
 # has built. No compiler, no PyTorch and nothing that builds engines is in it. Needs the NVIDIA Container Toolkit to run, and
 # no GPU to be built.
 #
+# Never built with Docker, and never run on a GPU. tests/docker replays the lines that gather TensorRT's libraries and module.
+#
 #   docker build -f docker/tensorrt-runtime.Dockerfile --build-arg TENSORRT_TAG=YY.MM-py3 -t kvexport:tensorrt-runtime .
 #   docker run --rm --gpus all -v "$PWD/artifacts:/artifacts:ro" kvexport:tensorrt-runtime generate /artifacts/ARTIFACT "a prompt"
 #

@@ -1,4 +1,5 @@
 # kvexport with TensorRT: builds the plugins and engines, and runs them. Needs the NVIDIA Container Toolkit to run, and no GPU to be built.
+# Never built with Docker, and never run on a GPU.
 #
 #   docker build -f docker/tensorrt.Dockerfile --build-arg TENSORRT_TAG=YY.MM-py3 -t kvexport:tensorrt .
 #   docker run --rm --gpus all -v "$PWD/artifacts:/artifacts" kvexport:tensorrt build --from /artifacts/ARTIFACT --backend tensorrt

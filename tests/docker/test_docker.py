@@ -237,7 +237,7 @@ def test_the_compiler_of_the_cuda_image_is_the_one_whose_registers_are_recorded(
 
 
 def test_the_runtime_image_takes_tensorrt_without_its_builder(tmp_path: Path) -> None:
-    """The stage `tensorrt` gathers libraries and module of a folder that looks like NGC's image."""
+    """The stage `tensorrt` gathers libraries and module of a folder that looks like NGC's image; `build` moves them."""
     names = [
         "libnvinfer.so.11.4.1",
         "libnvinfer_builder_resource_sm90.so.11.4.1",
@@ -258,3 +258,14 @@ def test_the_runtime_image_takes_tensorrt_without_its_builder(tmp_path: Path) ->
     assert gathered == [
         "libnvinfer.so.11", names[0], names[2], "tensorrt", "tensorrt-11.4.1.dist-info"
     ]  # fmt: skip
+    packages = tmp_path / "opt/kvexport/lib/python3.12/site-packages"
+    packages.mkdir(parents=True)
+    (command,) = (text for text in values(stages(FILES[2])[1], "RUN") if text.startswith("mv "))
+    subprocess.run(["sh", "-ec", command.replace("/opt/", f"{tmp_path}/opt/")], check=True)
+    assert (packages / "tensorrt/__init__.py").is_file() and (tmp_path / "opt/kvexport/tensorrt" / names[0]).is_file()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_what_was_never_built_is_said_on_top(path: Path) -> None:
+    top = path.read_text().partition("\nARG ")[0]
+    assert ("Never built with Docker" in top) == (path.stem != "cpu")

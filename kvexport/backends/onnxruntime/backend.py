@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import re
 from dataclasses import asdict, dataclass
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from kvexport.methods.base import Method
     from kvexport.recipe.fields import Recipe
 
+log = logging.getLogger(__name__)
 CPU_PROVIDER = devices.PROVIDERS["cpu"]
 LARGEST_GROUP = 256  # inputs; a larger group of a packed weight is a whole row (kvexport.ops.packed.GROUPS)
 LEAST_BLOCK = 16  # inputs of a group of MatMulNBits
@@ -103,6 +105,8 @@ class OnnxRuntime(Backend):
                 f"kvexport build --recipe NAME --set backend.device=cuda --out {path}",
             )
         devices.require_device(device)
+        if device == "cuda":
+            _require_room(path, manifest)
         library = native.library(device)
         if library:
             native.require_runnable(library, device)
@@ -200,6 +204,25 @@ def _threads() -> int:
     threads = suitable_threads()
     restricted = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
     return threads.number if threads.reasons or restricted else 0
+
+
+def _require_room(path: Path, manifest: Manifest) -> None:
+    """Check that the GPU has room for the weights and the cache of one sequence, and warn of weights in float32."""
+    from kvexport.cache_planning import state_bytes
+    from kvexport.units import format_bytes
+
+    own = f"kvexport build --recipe NAME --device cuda --set {{}} --out {path}"
+    if manifest.recipe.model.dtype == "float32":
+        build = own.format("model.dtype=float16")
+        log.warning("%s has float32 weights, which a GPU reads in twice the time of float16: %s", path, build)
+    needed = manifest.bytes + state_bytes(manifest.recipe, manifest.cache)
+    free, total = devices.gpu_memory()
+    if needed > free:
+        raise EnvironmentProblem(
+            f"the weights and the cache of one sequence take {format_bytes(needed)}, and "
+            f"{format_bytes(free)} of the GPU's {format_bytes(total)} are free",
+            f"{own.format('weights.bits=4')}, or fewer programs on this GPU (nvidia-smi)",
+        )
 
 
 def _no_device(device: str) -> UsageError:

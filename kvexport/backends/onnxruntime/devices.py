@@ -198,6 +198,14 @@ def gpu_count() -> int:
     return count.value
 
 
+def gpu_memory() -> tuple[int, int]:
+    """Return the bytes of the first GPU's memory that are free, and of all of it."""
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    use_first_gpu()
+    drive("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+    return free.value, total.value
+
+
 def use_first_gpu() -> None:
     """Make the first GPU current for this thread's CUDA driver calls, in the primary context that ONNX Runtime uses."""
     drive("cuCtxSetCurrent", _first_context())

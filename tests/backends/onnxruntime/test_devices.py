@@ -57,6 +57,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], list[Any]]:
     with the providers that kvexport asked for.
     """
     monkeypatch.setattr(devices, "driver_problem", lambda: "")
+    monkeypatch.setattr(devices, "gpu_memory", lambda: (8 << 30, 8 << 30))
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [*devices.PROVIDERS.values()])
     real, requested = onnxruntime.InferenceSession, []
 
@@ -297,6 +298,25 @@ def test_merges_are_graphs_where_kernels_run_them(cuda_artifact: Path, gpu: Call
         captures = {name: providers[0][1]["enable_cuda_graph"] for name, providers in requested}
         assert captures == {"decoder.onnx": "1", "merge.onnx": "0" if merging is None else "1"}
         assert (MERGE in model.graphs) == (merging is not None)
+
+
+def test_a_gpu_without_room_and_float32_weights_are_named_before_anything_is_loaded(
+    cuda_artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[str] = []
+
+    def drive(name: str, *arguments: Any) -> None:
+        calls.append(name)
+        arguments[0]._obj.value, arguments[1]._obj.value = 1000, 24 << 30
+
+    monkeypatch.setattr(devices, "problems", lambda device: [])
+    monkeypatch.setattr(devices, "use_first_gpu", lambda: None)
+    monkeypatch.setattr(devices, "drive", drive)
+    with pytest.raises(EnvironmentProblem, match=r"take 151 kB, and 1 kB of the GPU's 25.8 GB are free") as caught:
+        load(cuda_artifact)
+    assert "--set weights.bits=4" in caught.value.fix and calls == ["cuMemGetInfo_v2"]
+    warning = capsys.readouterr().err
+    assert "float32 weights" in warning and "--set model.dtype=float16" in warning
 
 
 @pytest.mark.parametrize(

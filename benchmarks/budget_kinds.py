@@ -26,7 +26,6 @@ import numpy as np
 from common import save
 from numpy.typing import NDArray
 
-from kvexport.allocation import least_slots
 from kvexport.calibrate.head_shares import grouped, head_shares_of, samples_of
 from kvexport.calibrate.measured import measure
 from kvexport.engine.engine import Engine
@@ -39,6 +38,7 @@ from kvexport.evaluate.settings import FULL, equal_bytes, load_setting
 from kvexport.evaluate.tasks import TASKS, Sample
 from kvexport.export.build import build, read_model, share_weights
 from kvexport.language.tokenizer import Tokenizer
+from kvexport.plan.budgets import least_slots
 from kvexport.recipe.fields import Recipe
 from kvexport.terminal import silent
 

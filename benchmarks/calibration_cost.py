@@ -37,10 +37,10 @@ def resident_bytes() -> int:
 
 def measure_text(model: str, tokens: int) -> dict[str, float]:
     """Measure one text of random tokens, and return the seconds and the megabytes beside those of the process."""
-    from kvexport.allocation import least_slots
     from kvexport.calibrate.head_costs import HeadCosts
     from kvexport.calibrate.measured import budgets_of, memory_of
     from kvexport.export.build import read_model
+    from kvexport.plan.budgets import least_slots
     from kvexport.recipe.load import load_recipe
 
     settings = ["cache.method=ballot", "cache.budget=128", f"limits.max_length={max(tokens, 1024)}"]

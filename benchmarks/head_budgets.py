@@ -36,8 +36,6 @@ from common import RESULTS, TEST_RECIPES, save
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvexport.allocation import allocate
-from kvexport.cache import LayerGeometry
 from kvexport.calibrate.allotment import cheapest, curves_of
 from kvexport.calibrate.facts import fact_passages
 from kvexport.calibrate.head_costs import HeadCosts
@@ -54,6 +52,8 @@ from kvexport.methods.primitives.select import mean_per_observation
 from kvexport.methods.slots import Slots, gather_slots
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
 from kvexport.ops.vote_attention import vote_attention
+from kvexport.plan.budgets import allocate
+from kvexport.plan.cache import LayerGeometry
 from kvexport.recipe.load import load_recipe
 from kvexport.validate.weights import load_model
 

@@ -30,10 +30,10 @@ from simulated_cache import SimulatedCache, kl
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
-from kvexport.cache import LayerGeometry
-from kvexport.cache_planning import plan_cache
 from kvexport.evaluate.statistics import mean
 from kvexport.export.hooks.attention import IMPLEMENTATION
+from kvexport.plan.cache import LayerGeometry
+from kvexport.plan.planner import plan_cache
 from kvexport.recipe.fields import Recipe
 
 EXPANDED = "kvexport-expanded"  # an attention function that receives the keys and values of every head

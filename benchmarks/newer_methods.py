@@ -31,8 +31,6 @@ from fitted_keys import FittedKeys
 from newer_rules import FUTURE, Given, Largest, Newer, Queries
 from torch import Tensor, nn
 
-from kvexport.cache import CachePlan, LayerCache, LayerGeometry
-from kvexport.cache_planning import plan_cache
 from kvexport.evaluate.settings import equal_bytes, load_setting
 from kvexport.export.build import read_model
 from kvexport.export.graph.graphs import merge_attributes
@@ -48,6 +46,8 @@ from kvexport.methods.snapkv import SnapKV
 from kvexport.ops.layer_state import split_state
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
 from kvexport.ops.vote_attention import vote_attention
+from kvexport.plan.cache import CachePlan, LayerCache, LayerGeometry
+from kvexport.plan.planner import plan_cache
 from kvexport.recipe.load import load_recipe
 from kvexport.schema.state import STATE
 from kvexport.validate.reference import TorchReference

@@ -21,13 +21,13 @@ from peer_caches import jaccard
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from kvexport.cache import CachePlan
 from kvexport.engine.lanes import Lanes
 from kvexport.export.build import read_model
 from kvexport.export.hooks.attention import cache_name
 from kvexport.methods.primitives.select import mean_per_observation
 from kvexport.methods.slots import Slots
 from kvexport.ops.layer_state import split_state
+from kvexport.plan.cache import CachePlan
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.load import load_recipe
 from kvexport.validate.reference import TorchReference

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvexport.cache import LayerGeometry
-from kvexport.cache_planning import plan_cache
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.export.hooks.attention import PassThroughCache, attending
 from kvexport.ops.layer_state import layer_merge_cache, layer_vote_attention
+from kvexport.plan.cache import LayerGeometry
+from kvexport.plan.planner import plan_cache
 from kvexport.recipe.fields import Recipe
 
 

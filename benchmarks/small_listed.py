@@ -22,12 +22,12 @@ from typing import Any
 
 from common import RESULTS, TEST_RECIPES, save
 
-from kvexport.cache_planning import plan_cache
 from kvexport.evaluate.corpus import manual
 from kvexport.evaluate.files import alone
 from kvexport.evaluate.result import KL, Options
 from kvexport.evaluate.runner import Run
 from kvexport.evaluate.settings import Setting, load_setting, parse_budgets
+from kvexport.plan.planner import plan_cache
 from kvexport.recipe.load import load_recipe
 from kvexport.terminal import silent
 

@@ -22,7 +22,6 @@ import torch
 from common import save
 from torch import Tensor
 
-from kvexport.cache_planning import plan_cache
 from kvexport.calibrate import compressed
 from kvexport.calibrate.head_costs import PROBES, FullAttention, _fisher_directions
 from kvexport.calibrate.texts import read_kinds, tokenized
@@ -31,6 +30,7 @@ from kvexport.export.model.layerwise import LayerwiseDecoder
 from kvexport.methods import all_methods
 from kvexport.ops.layer_state import layer_merge_cache
 from kvexport.ops.merge_cache import MergeCacheAttributes
+from kvexport.plan.planner import plan_cache
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.own import recipe_for
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvexport.errors import EnvironmentProblem
-from kvexport.memory import require_address_space
+from kvexport.machine import require_address_space
 
 VERBS = {
     "bench": "run",

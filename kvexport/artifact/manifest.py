@@ -14,8 +14,8 @@ from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from kvexport.cache import CachePlan, LayerCache
 from kvexport.errors import ArtifactError
+from kvexport.plan.cache import CachePlan, LayerCache
 from kvexport.recipe.cache import CacheSection
 from kvexport.recipe.divergence import Divergence
 from kvexport.recipe.fields import MOST, MOST_LANES, ModelSection, Recipe

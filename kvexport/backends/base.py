@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from kvexport.artifact.manifest import Manifest
     from kvexport.backends.adapters import Adapters
     from kvexport.backends.model_state import LoadedModel
-    from kvexport.cache import CachePlan
     from kvexport.methods.base import Method
     from kvexport.packages import Package
+    from kvexport.plan.cache import CachePlan
     from kvexport.recipe.fields import Recipe
     from kvexport.report.sections import Section
     from kvexport.terminal import Progress

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvexport.cache import CachePlan
     from kvexport.methods.base import Method
+    from kvexport.plan.cache import CachePlan
 
 # Bytes of shared memory that a thread block may have, by compute capability (NVIDIA's CUDA programming guide).
 SHARED = {

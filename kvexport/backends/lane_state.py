@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.cache import CachePlan, LayerCache, resized, slots_of
+from kvexport.plan.cache import CachePlan, LayerCache, resized, slots_of
 from kvexport.schema.state import RING
 
 

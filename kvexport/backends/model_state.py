@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvexport.backends.rows import Rows
-    from kvexport.cache import CachePlan
+    from kvexport.plan.cache import CachePlan
 
 # A function that returns a given number of bytes of zeros in the host's memory, as an array of uint8. It raises
 # EnvironmentProblem if the memory is not available.

@@ -10,13 +10,13 @@ import numpy as np
 
 from kvexport import backends
 from kvexport.backends.base import NodeOpener
-from kvexport.cache import LayerCache, LayerGeometry
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.methods.base import Method
 from kvexport.ops.layer_state import layer_merge_cache, layer_vote_attention
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
+from kvexport.plan.cache import LayerCache, LayerGeometry
 
 if TYPE_CHECKING:
     from torch import Tensor

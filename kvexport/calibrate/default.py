@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvexport import backends
-from kvexport.allocation import least_slots
 from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.plan.budgets import least_slots
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.load import LoadedRecipe
 from kvexport.terminal import Progress, say, silent

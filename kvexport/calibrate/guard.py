@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvexport.cache import CachePlan, LayerGeometry
-from kvexport.cache_planning import plan_cache
 from kvexport.calibrate.compressed import compressed_attention
 from kvexport.calibrate.head_costs import FullAttention, sized
 from kvexport.evaluate.language import Ids
 from kvexport.export.model.layerwise import LayerwiseDecoder
 from kvexport.export.model.shape import ModelShape
 from kvexport.methods.base import Method
+from kvexport.plan.cache import CachePlan, LayerGeometry
+from kvexport.plan.planner import plan_cache
 from kvexport.recipe.divergence import DROPPING, Divergence
 from kvexport.recipe.fields import Recipe
 

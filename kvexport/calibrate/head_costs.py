@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.cache import LayerGeometry
-from kvexport.cache_planning import plan_cache
 from kvexport.calibrate.compressed import compressed_attention
 from kvexport.errors import UsageError
 from kvexport.evaluate.language import Ids
@@ -25,6 +23,8 @@ from kvexport.export.model.layerwise import LayerwiseDecoder
 from kvexport.export.model.shape import ModelShape
 from kvexport.methods.base import Method
 from kvexport.ops.vote_attention import read_attention
+from kvexport.plan.cache import LayerGeometry
+from kvexport.plan.planner import plan_cache
 from kvexport.recipe.fields import Recipe
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.allocation import least_slots
 from kvexport.calibrate.allotment import relative_cost, robust_budgets
 from kvexport.calibrate.facts import fact_passages, text_language
 from kvexport.calibrate.measured import Measured, budgets_of, measure
@@ -20,6 +19,7 @@ from kvexport.errors import UsageError
 from kvexport.evaluate.language import Words
 from kvexport.evaluate.recall import Passage
 from kvexport.evaluate.tasks import TASKS, Sample
+from kvexport.plan.budgets import least_slots
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.load import load_recipe
 from kvexport.report.sections import KeyValues, Section, Table

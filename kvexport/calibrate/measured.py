@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.allocation import least_slots
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.evaluate.tasks import Sample
 from kvexport.export.model.cached import cache_folder, make_cache_folder
 from kvexport.export.model.checkpoint import Checkpoint, facts_of
 from kvexport.export.model.shape import ModelShape
-from kvexport.memory import machine_memory
+from kvexport.machine import machine_memory
+from kvexport.plan.budgets import least_slots
 from kvexport.recipe.fields import Recipe
 from kvexport.terminal import Progress, say
 from kvexport.units import format_bytes

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.cache import CachePlan
 from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
+from kvexport.plan.cache import CachePlan
 from kvexport.report.sections import Paragraph, Plot, Section, Series, Table
 from kvexport.terminal import show
 from kvexport.units import format_bytes

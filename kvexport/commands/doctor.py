@@ -21,7 +21,7 @@ import typer
 from kvexport.backends import all_backends, packages
 from kvexport.commands.options import JsonOption
 from kvexport.commands.output import print_result
-from kvexport.memory import machine_memory, read_system_file
+from kvexport.machine import machine_memory, read_system_file
 from kvexport.packages import VERBS, PackageState, installed_bytes, needs, package_state, with_requirements
 from kvexport.units import format_bytes
 from kvexport.version import __version__

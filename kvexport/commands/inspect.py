@@ -98,7 +98,7 @@ class Inspection:
 
     def sections(self) -> list[Section]:
         """Return the inspection of the artifact as a report for people."""
-        from kvexport.planning import layer_table
+        from kvexport.plan.memory import layer_table
         from kvexport.report.sections import KeyValues, Table
 
         files = sorted(self.manifest.files.items())

@@ -37,8 +37,8 @@ def plan(
 
     Example: kvexport plan Qwen/Qwen3-0.6B --budget 1024
     """
+    from kvexport.export.build import plan_memory
     from kvexport.models import recipe_of_command
-    from kvexport.planning import plan_memory
     from kvexport.terminal import show
     from kvexport.units import parse_bytes
 

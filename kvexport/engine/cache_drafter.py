@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from kvexport.artifact.manifest import Manifest
 from kvexport.backends.model_state import LoadedModel
-from kvexport.cache import CachePlan
 from kvexport.engine.lanes import Lanes
 from kvexport.engine.request import Request
 from kvexport.errors import KvexportError
+from kvexport.plan.cache import CachePlan
 from kvexport.state.selected_cache import LaneTensors, SelectedCache, Slots, by_heads
 
 # The largest share of a step's bytes that a draft step may read. Two drafted tokens, each accepted with a probability

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvexport.artifact.manifest import Manifest
 from kvexport.backends.adapters import Adapters
@@ -24,10 +23,9 @@ from kvexport.engine.lane_pool import LanePool
 from kvexport.engine.lanes import Lanes
 from kvexport.engine.options import EngineOptions
 from kvexport.engine.prefixes import Prefixes
-from kvexport.engine.request import DECODING, FINISHED, FinishReason, Prompt, Request, Timing
+from kvexport.engine.request import DECODING, FINISHED, FinishReason, Ids, Prompt, Request, Timing
 from kvexport.engine.scheduler import Schedule, Scheduler
 from kvexport.engine.speculation import drafter_of
-from kvexport.engine.start import adapter_of, encode, prepare, snapshot_of, waiting_state
 from kvexport.engine.turns import Turns
 from kvexport.errors import DeadlineError, KvexportError, QueueFullError, UsageError
 from kvexport.language.chat import read_json
@@ -162,8 +160,8 @@ class EngineCore:
                 raise QueueFullError(f"{len(self._scheduler.waiting)} requests wait already", "try again later")
             if request.start is not None:
                 self.origin.check(request.start.origin)
-            request.loaded = adapter_of(request, self.adapters)
-            prepare(request, self.encode(request.prompt, after=request.start), self.settings(), self.grammars)
+            request.load_adapter(self.adapters)
+            request.prepare(self.encode(request.prompt, after=request.start), self.settings(), self.grammars)
             request.timing.prompt_tokens += request.unread
             if self.prefixes is not None and not request.done:
                 request.keys = self.prefixes.keys(request.ids, request.digest)
@@ -289,8 +287,8 @@ class EngineCore:
 
     def _snapshot(self, request: Request) -> Snapshot:
         """Return a snapshot of a request's state between two steps, or after the step in which the request finished."""
-        saved = self._pool.lanes.save(request.lane) if request.lane >= 0 else waiting_state(request, self.plan)
-        return snapshot_of(request, saved, self.origin)
+        saved = self._pool.lanes.save(request.lane) if request.lane >= 0 else request.waiting_state(self.plan)
+        return request.snapshot_with(saved, self.origin)
 
     def _park(self, request: Request) -> None:
         """Save the state of a request's lane, free the lane, and put the request back in the queue."""
@@ -362,6 +360,34 @@ class EngineCore:
         """Return the checkpoint's default generation settings, changed by `overrides`."""
         return GenerationSettings.from_generation_config(self.generation_config, **overrides)
 
-    def encode(self, prompt: Prompt, *, after: Snapshot | None = None) -> NDArray[np.int64]:
+    def encode(self, prompt: Prompt, *, after: Snapshot | None = None) -> Ids:
         """Return the token ids of a prompt, [n] int64."""
-        return encode(prompt, self.tokenizer, self.vocabulary, self.max_length, after)
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise UsageError("the artifact has no tokenizer.json, so a prompt cannot be text", "pass token ids")
+            prompt = self.tokenizer.encode(prompt, add_special_tokens=after is None)
+        ids = _checked_ids(prompt, self.vocabulary, empty=after is not None)
+        if after is not None:
+            ids = np.concatenate([after.ids, ids])
+        if ids.size >= self.max_length:
+            raise UsageError(
+                f"the prompt has {ids.size} tokens; with one token of answer it exceeds limits.max_length "
+                f"{self.max_length}",
+                f"kvexport build --recipe NAME --set limits.max_length={ids.size + 256}, or a shorter prompt",
+            )
+        return ids
+
+
+def _checked_ids(prompt: Sequence[int] | Ids, vocabulary: int, *, empty: bool) -> Ids:
+    """Return token ids as [n] int64. Raise UsageError for other values, or for no ids unless `empty` is set."""
+    ids = np.asarray(prompt)
+    if ids.ndim != 1 or (ids.size == 0 and not empty):
+        raise UsageError("the prompt is empty", "give at least one token")
+    if ids.size and ids.dtype.kind not in "iu":
+        raise UsageError(f"token ids are integers, the prompt holds {ids.dtype}", "pass text, or a list of integers")
+    if ids.size and (ids.min() < 0 or ids.max() >= vocabulary):
+        bad = int(ids[(ids < 0) | (ids >= vocabulary)][0])
+        raise UsageError(
+            f"token id {bad} is out of range: the vocabulary has {vocabulary}", "use the artifact's own tokenizer"
+        )
+    return ids.astype(np.int64)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvexport.backends.lane_state import with_whole_rings, without_replaced
 from kvexport.backends.model_state import LaneState, ModelState
-from kvexport.cache import CachePlan
+from kvexport.plan.cache import CachePlan
 from kvexport.recipe.fields import MOST
 from kvexport.state.lane import Counters, Saved
 

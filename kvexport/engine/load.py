@@ -10,10 +10,10 @@ from kvexport import backends
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.adapters import load_adapters
 from kvexport.backends.base import LoadOptions
-from kvexport.cache_planning import state_bytes
 from kvexport.engine.engine import Engine
 from kvexport.engine.options import EngineOptions
-from kvexport.memory import require_memory
+from kvexport.machine import require_memory
+from kvexport.plan.planner import state_bytes
 
 
 def load(

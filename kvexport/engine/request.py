@@ -13,16 +13,21 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.backends.adapters import Adapter
-from kvexport.errors import UsageError
+from kvexport.backends.adapters import Adapter, Adapters
+from kvexport.backends.lane_state import slot_places
+from kvexport.errors import SnapshotError, UsageError
+from kvexport.language.grammar import Grammars
 from kvexport.language.sampling import LogitsProcessor, Sampler
 from kvexport.language.settings import GenerationSettings
-from kvexport.language.text_stream import TextStream
+from kvexport.language.text_stream import CONTEXT, TextStream
 from kvexport.language.token import Token
-from kvexport.state.lane import Saved
-from kvexport.state.snapshot import Snapshot
+from kvexport.plan.cache import CachePlan
+from kvexport.schema.state import RING
+from kvexport.state.lane import Counters, Saved
+from kvexport.state.snapshot import Origin, Snapshot
 
-Prompt = str | Sequence[int] | NDArray[np.int64]
+Ids = NDArray[np.int64]
+Prompt = str | Sequence[int] | Ids
 Processors = LogitsProcessor | Sequence[LogitsProcessor] | None
 FinishReason = Literal["stop", "length", "cancelled", "preempted", "error"]
 
@@ -207,20 +212,76 @@ class Request:
             adapter=self.adapter,
         )
 
-    def initialize(self, ids: NDArray[np.int64], sampler: Sampler, text: TextStream | None, done: int = 0) -> None:
-        """Set the token ids, sampler and detokenizer of a request before it waits for a lane.
-
-        Args:
-            ids: The token ids [n].
-            sampler: Chooses the tokens.
-            text: Turns tokens into text; None without a tokenizer.
-            done: The number of ids that have been read already.
-        """
+    def initialize(self, ids: Ids, sampler: Sampler, text: TextStream | None, done: int = 0) -> None:
+        """Set the token ids, sampler and detokenizer of a request; the first `done` ids have been read already."""
         if self.id:
             raise ValueError("a request is added once")
         self.ids, self.sampler, self.text = ids, sampler, text
         self.done = self.cached_tokens = done
         self.id = next(_ids)
+
+    def prepare(self, ids: Ids, default: GenerationSettings, grammars: Grammars) -> None:
+        """Make the request's sampler and detokenizer, as its snapshot left them if it resumes one."""
+        start, resumed = self.start, self.start if self._resumes else None
+        settings = self.settings or (resumed.settings if resumed else None) or default
+        state = resumed.sampler if resumed else None
+        answered = len(state["generated"]) if state is not None else 0
+        constraint = grammars.start(settings.grammar, settings.eos_token_ids) if settings.grammar is not None else None
+        sampler = Sampler(settings, ids[: len(ids) - answered], grammars.vocabulary, constraint, self.processors)
+        if state is not None:
+            sampler.restore(state)
+        text = None
+        if grammars.tokenizer is not None:
+            stops, shown = settings.stop_strings, settings.shown_ids
+            text = TextStream(grammars.tokenizer, stops, context_ids=ids[-CONTEXT:].tolist(), shown_ids=shown)
+            if resumed and resumed.text is not None:
+                text.restore(resumed.text)
+        done = 0 if start is None else start.length
+        if answered:
+            if sampler.finish_reason is not None:
+                raise UsageError(
+                    f"the snapshot's answer has ended: {sampler.finish_reason}", "a prompt, or a larger max_new_tokens"
+                )
+            done = len(ids)  # the next step decodes from the last token
+        elif done >= len(ids):
+            raise UsageError("the snapshot has nothing to go on with", "give at least one token")
+        self.initialize(ids, sampler, text, done)
+
+    def load_adapter(self, adapters: Adapters) -> None:
+        """Look up the LoRA adapter of the request, and check that it is that of the snapshot."""
+        start = self.start
+        self.loaded = adapters.get(self.adapter)
+        if start is None:
+            return
+        if self.adapter is None and self._resumes:
+            self.loaded = adapters.of_digest(start.adapter)
+        if start.adapter != self.digest:
+            name = next((known.name for known in adapters.by_name.values() if known.digest == start.adapter), None)
+            adapter = f"the adapter {name or 'of other files'}"
+            raise SnapshotError(
+                f"the snapshot is of {'the model without an adapter' if start.adapter is None else adapter}, the "
+                f"request is for {self.adapter or 'the model without one'}",
+                "go on with the adapter that the sequence began with, or begin a new sequence",
+            )
+
+    @property
+    def _resumes(self) -> bool:
+        """Whether the request, which has no prompt, resumes its snapshot's answer or unread prompt."""
+        return self.start is not None and len(self.prompt) == 0
+
+    def waiting_state(self, plan: CachePlan) -> Saved:
+        """Return the saved lane that a request without a lane begins with: an empty one if it brings none."""
+        if self.parked is not None:
+            return self.parked
+        return empty_lane(plan) if self.start is None else self.start.saved
+
+    def snapshot_with(self, saved: Saved, origin: Origin) -> Snapshot:
+        """Return a snapshot of the request, whose lane is `saved`."""
+        text = None if self.text is None or self.state is FINISHED else self.text.state()
+        sampler = self.sampler
+        return Snapshot(
+            origin, self.seen, saved.state, saved.counters, sampler.state(), text, sampler.settings, self.digest
+        )
 
     @property
     def digest(self) -> str | None:
@@ -325,6 +386,18 @@ class Request:
     def _require(self, state: State) -> None:
         if self.state is not state:
             raise ValueError(f"the request is {self.state.value}, not {state.value}")
+
+
+def empty_lane(plan: CachePlan) -> Saved:
+    """Return the saved state of an empty lane: no KV-cache entries and counters of 0."""
+    places = slot_places(plan)
+    state = {}
+    for name, _, layer, kind in plan.state_names():
+        shape = list(layer.shapes(1)[kind][1:])
+        if (axis := 1 if kind in RING else places[name].axis) is not None:
+            shape[axis] = 0
+        state[name] = np.zeros(shape, layer.dtypes()[kind])
+    return Saved(state, Counters((0,) * len(plan.heads("capacity")), 0, 0))
 
 
 def as_processors(processors: Processors) -> tuple[LogitsProcessor, ...]:

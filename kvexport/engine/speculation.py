@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from kvexport.artifact.manifest import Manifest
 from kvexport.backends.model_state import LoadedModel
-from kvexport.cache_planning import selected_plan
 from kvexport.engine.cache_drafter import CacheDrafter
 from kvexport.engine.lanes import Lanes
 from kvexport.engine.request import Request
+from kvexport.plan.planner import selected_plan
 
 # Returns a draft for each request that decodes in these lanes, at most as long as the request has room for.
 Drafter = Callable[[Sequence[Request], Lanes], list[list[int]]]

@@ -10,11 +10,11 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.cache import stored_rows
 from kvexport.engine.engine import Engine
 from kvexport.errors import UsageError
 from kvexport.evaluate.reference import Logs, Reference, Writer, log_softmax
 from kvexport.evaluate.tasks import Sample
+from kvexport.plan.cache import stored_rows
 
 Rows = NDArray[np.float32]  # [counted, vocabulary]
 BLOCK = 16  # rows compared at once: 6 MB in float64 for a vocabulary of 50,000

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvexport.cache_planning import plan_cache
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.errors import UsageError
@@ -39,6 +38,7 @@ from kvexport.evaluate.statistics import mean
 from kvexport.evaluate.suites import run_items
 from kvexport.evaluate.tasks import TASKS, Sample, long_text
 from kvexport.language.tokenizer import FILE_NAME, Tokenizer
+from kvexport.plan.planner import plan_cache
 from kvexport.recipe.fields import Recipe
 from kvexport.schema.state import CONTRACT_VERSION
 from kvexport.terminal import Progress, silent

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvexport.cache import CachePlan, LayerGeometry
-from kvexport.cache_planning import plan_cache, settled_plan
 from kvexport.errors import UsageError
+from kvexport.plan.cache import CachePlan, LayerGeometry
+from kvexport.plan.planner import plan_cache, settled_plan
 from kvexport.recipe.fields import MOST, Recipe
 from kvexport.recipe.load import load_recipe
 

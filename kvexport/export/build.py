@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 from kvexport import backends
 from kvexport.artifact.digests import write_manifest
 from kvexport.artifact.publish import staging
-from kvexport.cache import CachePlan
-from kvexport.cache_planning import plan_cache
 from kvexport.errors import UsageError
 from kvexport.export.model.shape import ModelShape
+from kvexport.plan.cache import CachePlan
+from kvexport.plan.memory import MemoryPlan, full_layer_bytes
+from kvexport.plan.planner import plan_cache
 from kvexport.recipe.divergence import Divergence
-from kvexport.recipe.fields import Recipe
+from kvexport.recipe.fields import MOST, Recipe
 from kvexport.terminal import Progress, silent
 
 if TYPE_CHECKING:
@@ -66,6 +67,33 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
     if (problem := backend.operator_problem(recipe, "LinearAttention")) and _has_recurrences(plan):
         raise UsageError(*problem)
     return ModelShape(checkpoint, model, mode, geometry, plan)
+
+
+def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
+    """Compute the memory that a recipe needs.
+
+    The checkpoint's headers are read, and the model is made without weights.
+    """
+    from kvexport.packages import require
+
+    require("plan")
+    import numpy as np
+
+    from kvexport.backends.adapters import largest_bytes
+    from kvexport.export.graph.adapters import projection_sizes
+    from kvexport.export.weights.specs import expert_bytes, weight_bytes
+
+    shape = read_model(recipe, weights=False)
+    # parameters() yields a tied parameter once.
+    parameters = sum(parameter.numel() for parameter in shape.model.parameters())
+    itemsize = np.dtype(recipe.model.dtype).itemsize
+    weights = weight_bytes(shape.checkpoint, shape.model, recipe)
+    experts = expert_bytes(shape.checkpoint, shape.model, recipe)
+    length = recipe.limits.max_length
+    full = None if length == MOST else sum(full_layer_bytes(layer, length, itemsize) for layer in shape.geometry)
+    targets = projection_sizes(shape.model, shape.mode, recipe.adapters.targets) if recipe.adapters.count else {}
+    geometry, adapters = tuple(shape.geometry), largest_bytes(recipe, targets)
+    return MemoryPlan(name, recipe, geometry, shape.plan, parameters, weights, full, *experts, adapters)
 
 
 def _has_recurrences(plan: CachePlan) -> bool:

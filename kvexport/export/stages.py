@@ -24,8 +24,6 @@ import onnx_ir as ir
 
 from kvexport import backends
 from kvexport.artifact.manifest import Graphs, Limits, Manifest, ModelFacts
-from kvexport.cache import CachePlan
-from kvexport.cache_planning import cache_notes, selected_plan
 from kvexport.export.forked import forked
 from kvexport.export.graph import tracer
 from kvexport.export.graph.adapters import put_adapters
@@ -46,6 +44,8 @@ from kvexport.export.weights.write import (
     write_weights,
 )
 from kvexport.ops.onnx_function import keep_merge_functions
+from kvexport.plan.cache import CachePlan
+from kvexport.plan.planner import cache_notes, selected_plan
 from kvexport.recipe.fields import Recipe
 from kvexport.terminal import Progress
 from kvexport.version import __version__

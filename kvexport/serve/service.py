@@ -16,7 +16,6 @@ import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvexport.cache_planning import state_bytes
 from kvexport.engine.engine import Engine
 from kvexport.engine.request import Request as EngineRequest
 from kvexport.errors import UsageError
@@ -25,7 +24,8 @@ from kvexport.language.grammar import Grammar
 from kvexport.language.harmony import has_channels
 from kvexport.language.reasoning import is_open, shown_ids, thinks
 from kvexport.language.tools import calls_grammar, check_tools, choose, form_of
-from kvexport.memory import ServerMemory
+from kvexport.plan.memory import ServerMemory
+from kvexport.plan.planner import state_bytes
 from kvexport.serve import tracing
 from kvexport.serve.bodies import read_bytes
 from kvexport.serve.conversation import Conversation, Prepared

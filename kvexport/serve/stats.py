@@ -10,10 +10,10 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvexport.cache import CachePlan, LayerCache, slots_of
-from kvexport.cache_planning import state_bytes
 from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
+from kvexport.plan.cache import CachePlan, LayerCache, slots_of
+from kvexport.plan.planner import state_bytes
 from kvexport.schema.state import STATE
 from kvexport.serve.errors import ApiError
 from kvexport.serve.service import Service

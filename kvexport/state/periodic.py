@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from kvexport.artifact.manifest import Manifest
 from kvexport.backends.model_state import LoadedModel, ModelState
 from kvexport.backends.rows import Rows
-from kvexport.cache_planning import selected_plan
+from kvexport.plan.planner import selected_plan
 from kvexport.recipe.periodic import PeriodicSection
 from kvexport.state.mapped_file import mapped
 from kvexport.state.selected_cache import ENTRY, LaneTensors, SelectedCache, Slots, by_heads

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from kvexport.artifact.manifest import Manifest
 from kvexport.backends.model_state import LoadedModel
-from kvexport.cache import CachePlan
 from kvexport.errors import UsageError
+from kvexport.plan.cache import CachePlan
 from kvexport.schema.state import SCALES, StateTensor
 
 Slots = NDArray[np.int64]  # slots of a layer [KV heads, n], or [1, n] for all its heads

@@ -23,9 +23,9 @@ from pydantic import TypeAdapter, ValidationError
 from kvexport.artifact.manifest import Manifest
 from kvexport.backends.lane_state import slot_places, used_slots
 from kvexport.bounded_json import read_json
-from kvexport.cache import CachePlan, slots_of
 from kvexport.errors import KvexportError, SnapshotError
 from kvexport.language.settings import GenerationSettings
+from kvexport.plan.cache import CachePlan, slots_of
 from kvexport.schema.state import RING
 from kvexport.state.lane import Counters, Saved
 from kvexport.state.periodic import NEXT, READ

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.backends.model_state import LaneState
-from kvexport.cache import CachePlan
+from kvexport.plan.cache import CachePlan
 
 if TYPE_CHECKING:
     from kvexport.validate.reference import TorchReference

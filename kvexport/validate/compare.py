@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.cache import LayerCache, stored_rows
 from kvexport.methods.base import Method
+from kvexport.plan.cache import LayerCache, stored_rows
 from kvexport.schema.state import SMALL
 
 Array = NDArray[Any]

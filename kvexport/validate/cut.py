@@ -15,8 +15,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper
 
-from kvexport.cache import CachePlan
 from kvexport.export.graph.graphs import open_slots
+from kvexport.plan.cache import CachePlan
 from kvexport.schema.operators import VOTE_ATTENTION
 
 STATE_INPUT = "past_key_values."

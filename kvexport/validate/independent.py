@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.cache import CachePlan, LayerCache
 from kvexport.engine.lanes import Lanes
 from kvexport.methods.base import Method
+from kvexport.plan.cache import CachePlan, LayerCache
 from kvexport.validate.compare import Difference, Tolerance, named_heads, norm, state_difference
 from kvexport.validate.divergence import kl
 from kvexport.validate.merges import compare_merge

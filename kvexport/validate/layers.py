@@ -16,9 +16,9 @@ from typing import Any
 
 from kvexport.artifact.manifest import Manifest
 from kvexport.artifact.reading import load_manifest
-from kvexport.cache import CachePlan
 from kvexport.errors import UsageError
 from kvexport.export.build import build
+from kvexport.plan.cache import CachePlan
 from kvexport.recipe.cache import AllocationSection
 from kvexport.terminal import Progress, silent
 

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvexport.cache import CachePlan, LayerCache
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.methods.base import Method
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
+from kvexport.plan.cache import CachePlan, LayerCache
 from kvexport.schema.state import StateTensor
 from kvexport.validate.compare import Difference, Tolerance, heads_difference, named_heads, named_views
 from kvexport.validate.float64 import in_float64

@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from kvexport.cache import CachePlan, LayerGeometry, resized
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.layers import layer_list
 from kvexport.export.graph.tracer import layer_attributes, used_slots
@@ -23,6 +22,7 @@ from kvexport.export.model.hf_model import fix_rotary_frequencies
 from kvexport.methods.base import Method
 from kvexport.ops.layer_state import layer_merge_cache, layer_read_attention, layer_vote_attention
 from kvexport.ops.vote_attention import VoteAttentionAttributes
+from kvexport.plan.cache import CachePlan, LayerGeometry, resized
 from kvexport.quiet import quiet_exporter
 from kvexport.schema.state import STATE, STATE_NAMES, scales_of
 from kvexport.validate.float64 import as_ever, in_float64

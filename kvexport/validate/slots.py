@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.cache import CachePlan, LayerCache, resized, slots_of
+from kvexport.plan.cache import CachePlan, LayerCache, resized, slots_of
 
 Arrays = Mapping[str, NDArray[Any]]
 MULTIPLE = 64  # of slots

@@ -17,13 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvexport.cache import CachePlan, LayerCache, LayerGeometry, resized
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.methods.base import Method
 from kvexport.methods.slots import Slots, corrected_log_ema
 from kvexport.ops.merge_cache import merge_cache
 from kvexport.ops.vote_attention import VoteAttentionAttributes, capped, vote_bias
+from kvexport.plan.cache import CachePlan, LayerCache, LayerGeometry, resized
 from kvexport.schema.state import STATE, StateTensor
 from kvexport.validate.perturbation import QUERIES, Bound, Perturbation, theorem_5
 

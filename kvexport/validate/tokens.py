@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.artifact.manifest import Limits
-from kvexport.cache import CachePlan
-from kvexport.cache_planning import settled_plan
 from kvexport.errors import UsageError
 from kvexport.paths import TEXT
+from kvexport.plan.cache import CachePlan
+from kvexport.plan.planner import settled_plan
 
 Ids = NDArray[np.int64]
 CHUNKS_PAST = 2  # chunks of a prompt after the largest cache is full

@@ -8,11 +8,11 @@ import head_budgets
 import numpy as np
 import torch
 
-from kvexport.cache import LayerGeometry
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.methods.ballot import Ballot
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
 from kvexport.ops.vote_attention import vote_attention
+from kvexport.plan.cache import LayerGeometry
 
 
 def test_heads_filled_with_slots_that_count_nothing_are_caches_of_those_budgets() -> None:

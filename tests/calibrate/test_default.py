@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvexport.allocation import allocate
 from kvexport.calibrate import measured, texts
 from kvexport.calibrate.default import with_measured_budgets
 from kvexport.calibrate.head_costs import HeadCosts
 from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.plan.budgets import allocate
 from kvexport.recipe.load import LoadedRecipe
 from kvexport.recipe.own import recipe_for
 from tests.support.paths import ROOT

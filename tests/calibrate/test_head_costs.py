@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvexport.cache import LayerGeometry
-from kvexport.cache_planning import plan_cache
 from kvexport.calibrate import compressed
 from kvexport.calibrate.compressed import compressed_attention
 from kvexport.calibrate.head_costs import PROBES, FullAttention, HeadCosts, _fisher_directions, sized
@@ -20,6 +18,8 @@ from kvexport.export.build import read_model
 from kvexport.export.hooks.attention import IMPLEMENTATION, PassThroughCache, attending
 from kvexport.export.model.shape import ModelShape
 from kvexport.methods import all_methods
+from kvexport.plan.cache import LayerGeometry
+from kvexport.plan.planner import plan_cache
 from kvexport.recipe.load import LoadedRecipe, load_recipe
 from kvexport.validate.weights import load_model
 

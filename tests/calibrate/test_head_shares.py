@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kvexport.allocation import allocate
 from kvexport.calibrate.allotment import cheapest, curves_of, robust_budgets, shrunk
 from kvexport.calibrate.facts import fact_passages
 from kvexport.calibrate.head_shares import asked_and_answered, calibrate_heads, fitted_slots, head_shares_of
@@ -18,6 +17,7 @@ from kvexport.calibrate.measured import Measured, budgets_of
 from kvexport.commands.app import app
 from kvexport.errors import UsageError
 from kvexport.evaluate.recall import Passage, Question
+from kvexport.plan.budgets import allocate
 from kvexport.recipe.load import load_recipe
 from tests.support.recipes import method_settings, set_options
 

@@ -206,10 +206,10 @@ def test_too_little_address_space_is_a_named_error(tiny_recipe: Path, tmp_path: 
 def test_a_cache_larger_than_the_machine_is_refused_before_its_allocation(
     tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvexport.memory.machine_memory", lambda: (1000, 500))
+    monkeypatch.setattr("kvexport.machine.machine_memory", lambda: (1000, 500))
     with pytest.raises(EnvironmentProblem, match=r"the cache of one sequence takes .* has 1 kB"):
         load(tiny_artifact)
-    monkeypatch.setattr("kvexport.memory.machine_memory", lambda: (0, 0))  # a system that does not report its memory
+    monkeypatch.setattr("kvexport.machine.machine_memory", lambda: (0, 0))  # a system that does not report its memory
     load(tiny_artifact)
 
 

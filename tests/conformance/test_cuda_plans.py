@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from kvexport.backends import gpu_limits
-from kvexport.cache import CachePlan, LayerCache, LayerGeometry
-from kvexport.cache_planning import plan_cache
 from kvexport.methods import all_methods
 from kvexport.methods.slots import Statistic
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
+from kvexport.plan.cache import CachePlan, LayerCache, LayerGeometry
+from kvexport.plan.planner import plan_cache
 from kvexport.recipe.load import load_recipe
 from tests.conformance.cuda_library import Caller, merge_cache_call, vote_attention_call
 from tests.conformance.test_cuda_on_host import caller as caller  # the fixture

@@ -13,16 +13,16 @@ import pytest
 from transformers import MistralConfig
 
 from kvexport.backends.onnxruntime.device_array import DeviceArray
-from kvexport.cache_planning import selected_plan
 from kvexport.engine.cache_drafter import CacheDrafter
 from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
 from kvexport.engine.load import load
 from kvexport.engine.request import Request
 from kvexport.errors import UsageError
+from kvexport.export.build import plan_memory
 from kvexport.language.sampling import Sampler
 from kvexport.language.settings import GenerationSettings
-from kvexport.planning import plan_memory
+from kvexport.plan.planner import selected_plan
 from kvexport.state.selected_cache import by_heads
 from tests.support.models import SIZES, build_shared, make_recipe, random_ids, save_checkpoint
 from tests.support.schedules import Alone, Schedule

@@ -9,8 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from kvexport.backends.model_state import LaneState
-from kvexport.cache import CachePlan, LayerCache
 from kvexport.engine.lanes import Lanes
+from kvexport.plan.cache import CachePlan, LayerCache
 from kvexport.recipe.fields import MOST
 from kvexport.state.lane import Counters
 

@@ -17,7 +17,7 @@ from kvexport.engine.request import Request
 from kvexport.errors import SnapshotError, UsageError
 from kvexport.evaluate.measure import counted_logits
 from kvexport.evaluate.tasks import Sample
-from kvexport.planning import plan_memory
+from kvexport.export.build import plan_memory
 from kvexport.recipe.fields import Recipe
 from kvexport.state.selected_cache import by_heads
 from kvexport.state.snapshot import Snapshot

@@ -18,12 +18,12 @@ from kvexport.artifact.manifest import parse_manifest
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.tensorrt.backend import BACKEND as TENSORRT
-from kvexport.cache import LayerGeometry
-from kvexport.cache_planning import plan_cache
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.engine.request import Request
 from kvexport.errors import ArtifactError, SnapshotError, UsageError
+from kvexport.plan.cache import LayerGeometry
+from kvexport.plan.planner import plan_cache
 from kvexport.recipe.fields import Recipe
 from kvexport.schema.state import SCALES, STATE
 from kvexport.state.selected_cache import SelectedCache

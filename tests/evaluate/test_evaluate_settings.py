@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvexport.cache import LayerGeometry
-from kvexport.cache_planning import plan_cache
 from kvexport.errors import UsageError
 from kvexport.evaluate.settings import equal_bytes, longer_checkpoint, overrides_of, parse_budgets
+from kvexport.plan.cache import LayerGeometry
+from kvexport.plan.planner import plan_cache
 from kvexport.recipe.inherit import recipe_folder
 
 GEOMETRY = [LayerGeometry(4, 2, 32, 32)] * 2

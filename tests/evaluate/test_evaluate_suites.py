@@ -13,11 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 import kvexport
-from kvexport.cache import LayerGeometry
 from kvexport.commands.app import app
 from kvexport.engine.completion import Completion
 from kvexport.evaluate.settings import equal_bytes
 from kvexport.evaluate.suites import read_ruler, run_items
+from kvexport.plan.cache import LayerGeometry
 from kvexport.recipe.load import load_recipe
 from tests.support.http_server import engine_of, prompt
 

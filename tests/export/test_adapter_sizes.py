@@ -9,8 +9,7 @@ import pytest
 
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.adapters import largest_bytes
-from kvexport.export.build import build
-from kvexport.planning import plan_memory
+from kvexport.export.build import build, plan_memory
 from tests.export import test_latent
 from tests.support import hybrids, models
 

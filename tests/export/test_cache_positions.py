@@ -9,10 +9,9 @@ import pytest
 import transformers
 
 from kvexport.errors import UsageError
-from kvexport.export.build import read_model
+from kvexport.export.build import plan_memory, read_model
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.ops.onnx_function import merge_cache_node_attributes
-from kvexport.planning import plan_memory
 from kvexport.recipe.fields import MOST, Recipe
 from kvexport.recipe.load import load_recipe
 from tests.export.test_refusals import dummy_checkpoint

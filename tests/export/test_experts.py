@@ -22,11 +22,10 @@ from transformers import (
 from kvexport.backends.onnxruntime.operators import VARIABLE
 from kvexport.engine.load import load
 from kvexport.errors import UsageError
-from kvexport.export.build import build, read_model
+from kvexport.export.build import build, plan_memory, read_model
 from kvexport.export.hooks.experts import Layout, expert_modules, experts_form
 from kvexport.export.model.checkpoint import read_checkpoint
 from kvexport.ops.experts import ExpertsForm
-from kvexport.planning import plan_memory
 from kvexport.units import format_bytes
 from kvexport.validate.weights import load_model
 from plugins.building import make

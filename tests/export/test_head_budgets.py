@@ -11,9 +11,9 @@ import onnx
 
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.tensorrt.graphs import for_tensorrt
-from kvexport.cache_planning import plan_cache
 from kvexport.engine.lanes import Lanes
 from kvexport.export.build import build, read_model
+from kvexport.plan.planner import plan_cache
 from kvexport.recipe.load import load_recipe
 from kvexport.report.text import render_text
 from kvexport.validate.backend import ReferenceBackend

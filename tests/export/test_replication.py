@@ -20,8 +20,6 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma3TextConfig, GPT2Config, MistralConfig
 
-from kvexport.cache import CachePlan
-from kvexport.cache_planning import plan_cache
 from kvexport.engine.load import load
 from kvexport.errors import UsageError
 from kvexport.export.build import build
@@ -30,6 +28,8 @@ from kvexport.export.graph.layers import Layers, find_layers
 from kvexport.export.graph.replicate import replicate_layers
 from kvexport.export.model.hf_model import build_fake
 from kvexport.export.model.probe import probe_layers
+from kvexport.plan.cache import CachePlan
+from kvexport.plan.planner import plan_cache
 from tests.support import models
 
 # Gemma has two kinds of layers, one with a window and other rotary frequencies. The copy lies between both kinds.

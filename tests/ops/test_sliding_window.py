@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvexport.cache import LayerGeometry
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.methods import all_methods
 from kvexport.methods.base import Method
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
 from kvexport.ops.onnx_function import merge_cache_node_attributes
 from kvexport.ops.vote_attention import vote_attention
+from kvexport.plan.cache import LayerGeometry
 
 TOKENS, WINDOW, BUDGET, CHUNK, SIZE = 96, 32, 16, 4, 8
 # A fit changes the values of kept slots on purpose.

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from kvexport.planning import plan_memory
+from kvexport.export.build import plan_memory
 from kvexport.recipe.load import load_recipe
 
 # The published configs. Absent fields have transformers' defaults, which are those of the model.

@@ -13,10 +13,10 @@ import pytest
 from safetensors import safe_open
 
 from kvexport import paths
-from kvexport.allocation import allocate
 from kvexport.errors import UsageError
 from kvexport.export.model import wheel
 from kvexport.methods import all_methods
+from kvexport.plan.budgets import allocate
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.inherit import recipe_folder
 from kvexport.recipe.listing import describe_method_parameters, list_recipes

@@ -14,7 +14,7 @@ import pytest
 
 from kvexport.artifact.reading import load_manifest
 from kvexport.engine.engine import Engine
-from kvexport.memory import ServerMemory
+from kvexport.plan.memory import ServerMemory
 from tests.support.command_line import process
 from tests.support.http_server import Running, running, wait_until
 from tests.support.streams import RawClient

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from transformers import MistralConfig
 
-from kvexport.cache_planning import selected_plan
 from kvexport.errors import UsageError
-from kvexport.planning import plan_memory
+from kvexport.export.build import plan_memory
+from kvexport.plan.planner import selected_plan
 from tests.support.models import SIZES, make_recipe, save_checkpoint
 from tests.support.periodic import DELAY, EVERY, SLOTS, recipe_of
 

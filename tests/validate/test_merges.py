@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvexport.cache import CachePlan, LayerCache
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.methods import all_methods
 from kvexport.ops.merge_cache import merge_cache
+from kvexport.plan.cache import CachePlan, LayerCache
 from kvexport.schema.state import STATE
 from kvexport.validate.compare import MERGES
 from kvexport.validate.float64 import in_float64

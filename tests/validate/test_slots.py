@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvexport.artifact.manifest import Limits
-from kvexport.cache import CachePlan, LayerCache
+from kvexport.plan.cache import CachePlan, LayerCache
 from kvexport.validate.slots import has_beyond, used_plan, with_slots
 from kvexport.validate.tokens import default_length, later_calls, schedule
 

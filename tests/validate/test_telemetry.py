@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvexport.cache import CachePlan, LayerCache, LayerGeometry
 from kvexport.export.build import read_model
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.methods import all_methods
 from kvexport.methods.slots import Statistic
 from kvexport.ops.merge_cache import merge_cache
 from kvexport.ops.vote_attention import VoteAttentionAttributes, vote_attention
+from kvexport.plan.cache import CachePlan, LayerCache, LayerGeometry
 from kvexport.report.page import render_html
 from kvexport.report.text import render_text
 from kvexport.schema.state import STATE_NAMES as STATE

@@ -13,8 +13,8 @@ from kvexport.backends.base import Backend, Description, Diagnosis, LoadOptions,
 from kvexport.backends.onnxruntime import devices
 from kvexport.backends.onnxruntime import operators as native
 from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.machine import suitable_threads
 from kvexport.packages import Package
-from kvexport.processors import suitable_threads
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from kvexport.artifact.manifest import Manifest
     from kvexport.backends.onnxruntime.model import LoadedModel
-    from kvexport.cache import CachePlan
     from kvexport.methods.base import Method
+    from kvexport.plan.cache import CachePlan
     from kvexport.recipe.fields import Recipe
 
 log = logging.getLogger(__name__)

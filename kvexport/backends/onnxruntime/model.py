@@ -23,7 +23,7 @@ from kvexport.backends.onnxruntime.device_array import Array, DeviceArray, copy,
 from kvexport.backends.onnxruntime.model_sessions import DECODER, MERGE, NO_GRAPH, TOP_LOGITS, Sessions
 from kvexport.backends.onnxruntime.session import first_line
 from kvexport.backends.rows import Rows
-from kvexport.cache import CachePlan
+from kvexport.plan.cache import CachePlan
 
 _NO_ROWS = range(0)
 

@@ -11,7 +11,7 @@ from kvexport.backends.onnxruntime.devices import INSTALL_CUDA, PROVIDERS, load_
 from kvexport.errors import ArtifactError, EnvironmentProblem, lacks_memory
 
 if TYPE_CHECKING:
-    from kvexport.cache import CachePlan
+    from kvexport.plan.cache import CachePlan
 
 
 def open_session(

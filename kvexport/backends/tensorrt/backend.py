@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from kvexport.artifact.manifest import Manifest
     from kvexport.backends.tensorrt.model import LoadedModel
-    from kvexport.cache import CachePlan
+    from kvexport.plan.cache import CachePlan
     from kvexport.recipe.fields import Recipe
 
 

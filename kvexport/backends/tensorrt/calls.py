@@ -15,7 +15,7 @@ from kvexport.backends.rows import Rows, TopLogits
 from kvexport.backends.tensorrt.cuda import Arena, Cuda
 from kvexport.backends.tensorrt.engines import DECODE, PREFILL, input_shape
 from kvexport.backends.tensorrt.plans import Plans, bind, names
-from kvexport.cache import CachePlan
+from kvexport.plan.cache import CachePlan
 
 Copy = tuple[int, int, int]  # target address, source address, bytes
 

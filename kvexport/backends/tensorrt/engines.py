@@ -29,8 +29,8 @@ from kvexport.backends.tensorrt.plugin import library, refusal, register, why_no
 from kvexport.backends.tensorrt.record import NAME, EngineRecord
 from kvexport.backends.tensorrt.section import TensorRTSection
 from kvexport.backends.tensorrt.weights import require_taken
-from kvexport.cache import CachePlan
 from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
+from kvexport.plan.cache import CachePlan
 from kvexport.terminal import Progress
 
 LOG = "tensorrt.log"

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvexport.backends.sections import default
 from kvexport.errors import EnvironmentProblem
-from kvexport.memory import machine_memory, require_memory
+from kvexport.machine import machine_memory, require_memory
 from kvexport.units import format_bytes
 
 OLDEST = (11,)  # the oldest TensorRT: strongly typed networks only, int64, the operators of opset 23

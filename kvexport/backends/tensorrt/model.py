@@ -19,7 +19,7 @@ from kvexport.backends.tensorrt.calls import Copy, Merge, Phase
 from kvexport.backends.tensorrt.cuda import ALIGNMENT, Arena
 from kvexport.backends.tensorrt.engines import input_shape
 from kvexport.backends.tensorrt.plans import Plans, bind, names
-from kvexport.cache import CachePlan
+from kvexport.plan.cache import CachePlan
 
 
 class LoadedModel(Plans):

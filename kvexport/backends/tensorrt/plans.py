@@ -13,8 +13,8 @@ from kvexport.backends.tensorrt.environment import REBUILD, import_runtime, requ
 from kvexport.backends.tensorrt.log import make_log
 from kvexport.backends.tensorrt.plugin import register
 from kvexport.backends.tensorrt.record import check_plan, engine_record
-from kvexport.cache import LayerStates
 from kvexport.errors import ArtifactError, EnvironmentProblem, KvexportError
+from kvexport.plan.cache import LayerStates
 
 
 def overwritten(manifest: Manifest) -> dict[str, frozenset[str]]:

@@ -11,7 +11,6 @@ import onnx_ir as ir
 import torch
 from onnx import helper
 
-from kvexport.cache import CachePlan, LayerCache, LayerGeometry
 from kvexport.export.graph.experts import finish_experts, is_experts_weight
 from kvexport.export.graph.names import name_nodes
 from kvexport.export.graph.tracer import layer_attributes
@@ -33,6 +32,7 @@ from kvexport.ops.onnx_function import (
 )
 from kvexport.ops.packed import PackedFormat
 from kvexport.ops.to_onnx import OPSET
+from kvexport.plan.cache import CachePlan, LayerCache, LayerGeometry
 from kvexport.schema.operators import MERGE_CACHE, VOTE_ATTENTION
 
 IR_VERSION = 11

@@ -14,9 +14,9 @@ from typing import Any
 
 import onnx_ir as ir
 
-from kvexport.cache import CachePlan
 from kvexport.export.graph.layers import Layers
 from kvexport.ops.onnx_function import DOMAIN
+from kvexport.plan.cache import CachePlan
 
 BORDER = "LayerBorder"
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 
-from kvexport.cache import CachePlan, LayerGeometry
 from kvexport.errors import UsageError
 from kvexport.export.graph.layers import Layers, find_layers, left_out, wrapped
 from kvexport.export.graph.replicate import BORDER, replicate_layers
@@ -32,6 +31,7 @@ from kvexport.ops.layer_state import layer_read_attention
 from kvexport.ops.onnx_function import DOMAIN, VERSION
 from kvexport.ops.to_onnx import optimize, to_onnx
 from kvexport.ops.vote_attention import VoteAttentionAttributes
+from kvexport.plan.cache import CachePlan, LayerGeometry
 from kvexport.quiet import quiet_exporter
 from kvexport.schema.operators import VOTE_ATTENTION, Operator
 from kvexport.schema.state import STATE, StateTensor, scales_of

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kvexport.cache import LayerStates
 from kvexport.errors import UsageError
 from kvexport.export.hooks.attention import PassThroughCache
 from kvexport.ops.linear_attention import ATTRIBUTES, INPUTS, OPTIONAL
+from kvexport.plan.cache import LayerStates
 from kvexport.schema.state import StateTensor
 
 Place = tuple[int, str]  # the number of a layer, and the name of a state tensor

@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvexport.cache import LayerGeometry, LayerStates
 from kvexport.errors import UsageError
 from kvexport.export.hooks.attention import attending
 from kvexport.export.hooks.experts import expert_modules
@@ -22,6 +21,7 @@ from kvexport.export.hooks.latent import is_latent
 from kvexport.export.hooks.recurrence import RecurrentCache, recurring
 from kvexport.export.model.config import first_line_of
 from kvexport.export.model.hf_model import is_composite
+from kvexport.plan.cache import LayerGeometry, LayerStates
 
 PROBE_POSITIONS = (1 << 20, (1 << 20) + 1, (1 << 20) + 37)
 PROBE_SPAN = 1 << 18

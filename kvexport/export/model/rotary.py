@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kvexport.cache import LayerGeometry
 from kvexport.errors import UsageError
 from kvexport.export.hooks.attention import attending
 from kvexport.export.hooks.latent import is_latent
 from kvexport.export.hooks.recurrence import RecurrentCache, recurring
 from kvexport.methods.primitives.pairs import rotated
 from kvexport.methods.slots import Rotary
+from kvexport.plan.cache import LayerGeometry
 
 APPLY = "apply_rotary_pos_emb"  # what transformers calls the function in nearly every model
 POSITIONS = (0, 1, 7, 1000)

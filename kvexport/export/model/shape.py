@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from kvexport.cache import CachePlan, LayerGeometry
+from kvexport.plan.cache import CachePlan, LayerGeometry
 
 
 class ModelShape(NamedTuple):

@@ -29,11 +29,11 @@ from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.onnxruntime.device_array import DeviceArray
 from kvexport.backends.onnxruntime.model import OnnxRuntimeState
 from kvexport.backends.onnxruntime.model_sessions import DECODER, MERGE, NO_GRAPH, TOP_LOGITS
-from kvexport.cache import CachePlan
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.errors import EnvironmentProblem
 from kvexport.export.build import build
+from kvexport.plan.cache import CachePlan
 from plugins.building import make
 from tests.export.test_head_budgets import UNEQUAL, recipe_of
 from tests.support.on_device import onto_device

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import kvexport
-from kvexport import memory, paths
+from kvexport import machine, paths
 from kvexport.artifact import digests
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends import gpu_limits
@@ -134,7 +134,7 @@ def test_a_jetson_with_less_memory_than_an_engine_and_its_plan_is_refused(
     tiny_artifact: Path, tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = (tiny_artifact / "decoder.weights").stat().st_size
-    for module in (environment, memory):
+    for module in (environment, machine):
         monkeypatch.setattr(module, "machine_memory", lambda: (2 * weights - 1, 0))
     assert environment.most_weights() == "", "memory that the GPU does not share is no limit"
     monkeypatch.setattr(environment, "JETSON", tmp_path)

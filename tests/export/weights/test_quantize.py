@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 import kvexport
 from kvexport.artifact.reading import load_manifest
 from kvexport.errors import UsageError
-from kvexport.export.build import read_model
+from kvexport.export.build import plan_memory, read_model
 from kvexport.export.model.checkpoint import TensorEntry, read_checkpoint
 from kvexport.export.model.gguf import GgufWeight
 from kvexport.export.model.tensors import dense_values
@@ -21,7 +21,6 @@ from kvexport.export.weights.computed import ComputedSpec
 from kvexport.export.weights.quantize import Rounded, fitting_group, round_groups
 from kvexport.export.weights.specs import weight_specs
 from kvexport.ops.packed import PackedFormat
-from kvexport.planning import plan_memory
 from kvexport.recipe.fields import Recipe
 from kvexport.validate.runner import validate_artifact
 from tests.support.tiny_model import RECIPE

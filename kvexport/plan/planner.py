@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from kvexport.allocation import allocate, head_shares
 from kvexport.backends.sections import default
-from kvexport.cache import CachePlan, LayerCache, LayerGeometry, LayerStates
 from kvexport.errors import UsageError
 from kvexport.methods.base import Method
+from kvexport.plan.budgets import allocate, head_shares
+from kvexport.plan.cache import CachePlan, LayerCache, LayerGeometry, LayerStates
 from kvexport.recipe.fields import MOST, Recipe
 from kvexport.schema.state import SMALL, scales_of, types_of
 

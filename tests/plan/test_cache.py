@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvexport.allocation import allocate
-from kvexport.cache import CachePlan, LayerGeometry
-from kvexport.cache_planning import plan_cache
 from kvexport.errors import UsageError
+from kvexport.plan.budgets import allocate
+from kvexport.plan.cache import CachePlan, LayerGeometry
+from kvexport.plan.planner import plan_cache
 from kvexport.recipe.fields import MOST, Recipe
 from kvexport.recipe.load import load_recipe
 

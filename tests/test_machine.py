@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvexport.processors import suitable_threads
+from kvexport.machine import suitable_threads
 
 CPU = "sys/devices/system/cpu/cpu"
 PLAIN = {f"{CPU}{n}/topology/thread_siblings_list": f"{n}\n" for n in range(8)}

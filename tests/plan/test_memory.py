@@ -10,10 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 import kvexport
-from kvexport.cache import LayerCache
 from kvexport.commands.app import app
 from kvexport.errors import UsageError
-from kvexport.planning import MemoryPlan, layer_groups, plan_memory
+from kvexport.export.build import plan_memory
+from kvexport.plan.cache import LayerCache
+from kvexport.plan.memory import MemoryPlan, layer_groups
 from kvexport.recipe.load import load_recipe
 from kvexport.units import format_bytes, parse_bytes
 

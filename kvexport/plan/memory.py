@@ -11,18 +11,45 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvexport import backends
-from kvexport.backends.adapters import largest_bytes
-from kvexport.cache import CachePlan, LayerCache, LayerGeometry
-from kvexport.cache_planning import plan_cache, settled_plan, state_bytes
 from kvexport.errors import UsageError
-from kvexport.memory import ServerMemory
+from kvexport.plan.cache import CachePlan, LayerCache, LayerGeometry
+from kvexport.plan.planner import plan_cache, settled_plan, state_bytes
 from kvexport.recipe.fields import MOST, Recipe, shown_length
 from kvexport.report.sections import KeyValues, Section, Table
 from kvexport.schema.state import RING, StateTensor
 from kvexport.units import format_bytes
 
+PROGRAM_BYTES = 512 << 20  # Python, the backend, and activations of a small model
+KEPT_BYTES = 1 << 30  # the default for prefixes, and for sessions
 NOT_COUNTED = "activations and the backend's own buffers are not counted"
+
+
+@dataclass(frozen=True)
+class ServerMemory:
+    """An upper estimate of the memory that `kvexport serve` needs, in bytes."""
+
+    weights: int  # size of the weights on disk
+    state: int  # KV caches of all lanes
+    prefixes: int = KEPT_BYTES  # limit for saved states of prompt prefixes
+    sessions: int = KEPT_BYTES  # limit for sessions in memory
+    adapters: int = 0  # matrices of all LoRA adapters
+
+    @property
+    def total(self) -> int:
+        """The sum of all uses. Weights count twice, because kernels may keep a reordered copy of them."""
+        return 2 * self.weights + self.state + self.prefixes + self.sessions + self.adapters + PROGRAM_BYTES
+
+    def __str__(self) -> str:
+        """Return the sum and its terms as text."""
+        terms = {
+            "2 times the weights": 2 * self.weights,
+            "caches": self.state,
+            "prefixes": self.prefixes,
+            "sessions": self.sessions,
+            **({"adapters": self.adapters} if self.adapters else {}),
+            "the program": PROGRAM_BYTES,
+        }
+        return f"up to {format_bytes(self.total)}: " + ", ".join(f"{format_bytes(n)} {use}" for use, n in terms.items())
 
 
 @dataclass(frozen=True)
@@ -98,6 +125,8 @@ class MemoryPlan:
     @property
     def advice(self) -> Mapping[str, str]:
         """The notes of the recipe's backend about the machines that will run the artifact, by subject."""
+        from kvexport import backends
+
         return backends.get(self.recipe.backend.name).advice(self.recipe, self.cache, self.weight_bytes)
 
     @property
@@ -246,35 +275,6 @@ class MemoryPlan:
             f"In {format_bytes(fit.memory)}, {NOT_COUNTED}",
             {"sequences beside the weights": sequences, f"largest uniform budget for {batch} sequences": budget},
         )
-
-
-def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
-    """Compute the memory that a recipe needs.
-
-    The checkpoint's headers are read, and the model is made without weights.
-    """
-    from kvexport.packages import require
-
-    require("plan")
-    import numpy as np
-
-    from kvexport.export.build import read_model
-    from kvexport.export.graph.adapters import projection_sizes
-    from kvexport.export.weights.specs import expert_bytes, weight_bytes
-
-    shape = read_model(recipe, weights=False)
-    # parameters() yields a tied parameter once.
-    parameters = sum(parameter.numel() for parameter in shape.model.parameters())
-    itemsize = np.dtype(recipe.model.dtype).itemsize
-    weights, experts = (
-        weight_bytes(shape.checkpoint, shape.model, recipe),
-        expert_bytes(shape.checkpoint, shape.model, recipe),
-    )
-    length = recipe.limits.max_length
-    full = None if length == MOST else sum(full_layer_bytes(layer, length, itemsize) for layer in shape.geometry)
-    targets = projection_sizes(shape.model, shape.mode, recipe.adapters.targets) if recipe.adapters.count else {}
-    geometry, adapters = tuple(shape.geometry), largest_bytes(recipe, targets)
-    return MemoryPlan(name, recipe, geometry, shape.plan, parameters, weights, full, *experts, adapters)
 
 
 def _with_fewer_rows(ring: StateTensor, count: int) -> StateTensor:

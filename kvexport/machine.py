@@ -1,4 +1,4 @@
-"""The number of threads of a model, by the fast cores, the memory nodes and a container's limit of the machine."""
+"""The machine's memory, and how many of its cores suit a model: fast ones, of one node, within a container's limits."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from kvexport.memory import read_system_file
+from kvexport.errors import EnvironmentProblem
+from kvexport.units import format_bytes
 
 # A core of less than this share of the fastest core's capacity would be the last to finish every product.
 FAST = 0.75
+TORCH_BYTES = 1 << 30
 
 
 class Threads(NamedTuple):
@@ -108,3 +110,49 @@ def _granted(root: Path) -> float | None:
         if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit() and int(quota[1])
     ]
     return min(limits, default=None)
+
+
+def machine_memory() -> tuple[int, int]:
+    """Return the bytes of total and available memory: the smaller of the machine's and the control group's.
+
+    Both are 0 if the system does not provide them.
+    """
+    text = read_system_file(Path("/proc/meminfo"))
+    sizes = {name: int(kilobytes) * 1024 for name, kilobytes in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+    total, available = sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)
+    group = Path("/sys/fs/cgroup")
+    limit, used = (read_system_file(group / name).strip() for name in ("memory.max", "memory.current"))
+    if limit.isdigit() and used.isdigit() and 0 < int(limit) < (total or int(limit) + 1):
+        return int(limit), min(available or int(limit), max(0, int(limit) - int(used)))
+    return total, available
+
+
+def require_memory(size: int, purpose: str, fix: str) -> None:
+    """Check that an allocation fits into the memory of this machine; otherwise the system would kill the process."""
+    total, _ = machine_memory()
+    if 0 < total < size:
+        raise EnvironmentProblem(
+            f"{purpose} takes {format_bytes(size)}, and this machine or its control group has {format_bytes(total)}",
+            fix,
+        )
+
+
+def require_address_space() -> None:
+    """Check that there is enough address space for PyTorch, which otherwise ends the process without a message."""
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY and limit < TORCH_BYTES:
+        raise EnvironmentProblem(
+            f"not enough memory: PyTorch takes {format_bytes(TORCH_BYTES)} of address space, and the limit is "
+            f"{format_bytes(limit)}",
+            f"ulimit -v {TORCH_BYTES >> 10}, or more",
+        )
+
+
+def read_system_file(path: Path) -> str:
+    """Return the text of a file of the system, "" if it cannot be read."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

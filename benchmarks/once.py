@@ -30,11 +30,11 @@ from recall_real import passages
 import kvexport
 from kvexport.evaluate import recall
 from kvexport.evaluate.corpus import manual
-from kvexport.evaluate.files import digest_of
 from kvexport.evaluate.language import Text
 from kvexport.evaluate.reference import log_softmax
 from kvexport.evaluate.settings import overrides_of
 from kvexport.evaluate.statistics import mean
+from kvexport.files import json_digest
 from kvexport.language.tokenizer import Tokenizer
 from kvexport.recipe.load import load_recipe
 from kvexport.state.lane import Counters, Saved
@@ -81,7 +81,7 @@ def engine_of(work: Path, method: str, divisor: int, threads: int) -> kvexport.E
     for recipe in [SHARES[x] for x in more if x in SHARES]:
         shares = load_recipe(recipe, []).recipe.cache.allocation.shares
         settings += ["cache.allocation.kind=listed", f"cache.allocation.shares={shares}"]
-    where = work / digest_of(settings)[:16]
+    where = work / json_digest(settings)[:16]
     if not where.exists():
         kvexport.build(load_recipe("smollm2-135m-base", settings).recipe, where)
     return kvexport.load(where, threads=threads, verify=False)

@@ -27,8 +27,8 @@ from peer_codes import Peer, load_asymkv, load_keepkv, load_kvpress, load_kvslim
 from peer_merges import LATER, STEPS, compare_keepkv, compare_zeromerge
 from peer_pairs import compare_asymkv, compare_kvslimmer
 from peer_presses import compare
-from recall import tiny_language
 
+from kvexport.evaluate import tiny_language as language
 from kvexport.export.build import read_model
 from kvexport.recipe.load import load_recipe
 from kvexport.validate.reference import TorchReference
@@ -99,14 +99,14 @@ def _attempt(
 
 
 def _slots(peer: Peer, prompts: int) -> list[Row]:
-    language, rng = tiny_language(), np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     ids = [language.make_prompt(rng, LENGTH, FACTS)[0] for _ in range(prompts)]
     return compare(peer.code, Path(load_recipe("tiny-base", []).recipe.model.path), ids)
 
 
 def _texts(prompts: int) -> list[list[Heads]]:
     """Return the tensors of texts that continue after `LENGTH` tokens."""
-    language, rng = tiny_language(), np.random.default_rng(1)
+    rng = np.random.default_rng(1)
     recipe = load_recipe("tiny-base", ["cache.method=kvslimmer", "cache.recent=0.25"]).recipe
     shape = read_model(recipe)  # with rotary frequencies, for the methods that rotate keys
     assert shape.checkpoint is not None

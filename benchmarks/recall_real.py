@@ -29,10 +29,10 @@ from common import RESULTS, head, save
 import kvexport
 from kvexport.evaluate import recall
 from kvexport.evaluate.corpus import library_sources, manual
-from kvexport.evaluate.files import digest_of
 from kvexport.evaluate.result import Options
 from kvexport.evaluate.runner import evaluate
 from kvexport.evaluate.statistics import Estimate, mean, share
+from kvexport.files import json_digest
 from kvexport.recipe.load import load_recipe
 
 NAME = "recall-smollm2"
@@ -143,7 +143,7 @@ def engine_of(folder: Path, label: dict[str, Any], threads: int) -> kvexport.Eng
     if method.endswith("+heads"):
         shares = load_recipe(HEADS).recipe.cache.allocation.shares
         settings += ["cache.allocation.kind=listed", f"cache.allocation.shares={shares}"]
-    where = folder / digest_of(settings)[:16]
+    where = folder / json_digest(settings)[:16]
     if not where.exists():
         kvexport.build(load_recipe("smollm2-135m-base", settings).recipe, where)
     return kvexport.load(where, threads=threads, verify=False)

@@ -23,9 +23,8 @@ from typing import Any
 from common import RESULTS, TEST_RECIPES, save
 
 from kvexport.evaluate.corpus import manual
-from kvexport.evaluate.files import alone
 from kvexport.evaluate.result import KL, Options
-from kvexport.evaluate.runner import Run
+from kvexport.evaluate.runner import Run, alone
 from kvexport.evaluate.settings import Setting, load_setting, parse_budgets
 from kvexport.plan.planner import plan_cache
 from kvexport.recipe.load import load_recipe

@@ -23,9 +23,8 @@ from typing import Any
 from common import RESULTS, save
 
 from kvexport.evaluate.corpus import manual
-from kvexport.evaluate.files import alone
 from kvexport.evaluate.result import Options, Result, line
-from kvexport.evaluate.runner import Run
+from kvexport.evaluate.runner import Run, alone
 from kvexport.evaluate.settings import parse_budgets
 from kvexport.terminal import silent
 

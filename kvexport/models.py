@@ -6,14 +6,13 @@ finds it there the next time.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvexport.artifact.publish import is_artifact
 from kvexport.errors import UsageError
+from kvexport.files import json_digest
 from kvexport.terminal import Progress, silent
 
 if TYPE_CHECKING:
@@ -269,7 +268,7 @@ def _key(recipe: LoadedRecipe, checkpoint: Checkpoint, calibrate: bool | None) -
     from kvexport.version import __version__
 
     facts = [__version__, recipe.resolved, calibrate, facts_of(checkpoint)]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return json_digest(facts)
 
 
 def build(

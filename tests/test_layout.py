@@ -19,6 +19,7 @@ ORDER = [
     "outbound",
     "errors",
     "units",
+    "files",
     "bounded_json",
     "machine",
     "paths",

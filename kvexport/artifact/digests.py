@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import re
 import shlex
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvexport.errors import ArtifactError, KvexportError
+from kvexport.files import file_digests
 from kvexport.schema.state import CONTRACT_VERSION
 
 FORMAT = "kvexport-artifact"
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 16 << 20
-_CHUNK = 4 << 20  # with smaller blocks, a thread that shares the interpreter with a busy one mostly waits for it
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -219,35 +217,6 @@ def scan(root: Path) -> dict[str, os.stat_result]:
                 else:
                     listing[prefix + entry.name] = entry.stat(follow_symlinks=False)
     return dict(sorted(listing.items()))
-
-
-# A function that receives the blocks of a file as they are read, each with its offset in the file.
-BlockReader = Callable[[int, memoryview], None]
-
-
-def file_digests(
-    root: Path, names: Iterable[str], readers: Iterable[BlockReader | None] | None = None
-) -> Iterator[str]:
-    """Yield the SHA-256 of files under `root` in the given order.
-
-    A few files are read at the same time, because hashlib lets other threads run.
-    """
-    pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
-    try:
-        yield from pool.map(lambda name, reader: _digest(root / name, reader), names, readers or itertools.repeat(None))
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _digest(path: Path, reader: BlockReader | None) -> str:
-    digest, chunk, offset = hashlib.sha256(), memoryview(bytearray(_CHUNK)), 0
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
-        while count := file.readinto(chunk):
-            digest.update(chunk[:count])
-            if reader:
-                reader(offset, chunk[:count])
-            offset += count
-    return digest.hexdigest()
 
 
 def _self_digest(manifest: dict[str, Any]) -> str:

@@ -7,10 +7,8 @@ checkpoint that changes is therefore measured again.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from kvexport.evaluate.tasks import Sample
 from kvexport.export.model.cached import cache_folder, make_cache_folder
 from kvexport.export.model.checkpoint import Checkpoint, facts_of
 from kvexport.export.model.shape import ModelShape
+from kvexport.files import json_digest, write_file
 from kvexport.machine import machine_memory
 from kvexport.plan.budgets import least_slots
 from kvexport.recipe.fields import Recipe
@@ -67,8 +66,7 @@ def folder_of(recipe: Recipe, checkpoint: Checkpoint) -> Path:
     """Return the cache folder of the measurements of one checkpoint under one cache method."""
     cache, method = recipe.cache, recipe.cache.build_method()
     settings = [VERSION, repr(method), cache.sinks, cache.recent]
-    facts = json.dumps([facts_of(checkpoint), settings], default=str)
-    return cache_folder("calibrations") / hashlib.sha256(facts.encode()).hexdigest()[:16]
+    return cache_folder("calibrations") / json_digest([facts_of(checkpoint), settings])[:16]
 
 
 def measure(
@@ -161,8 +159,7 @@ def memory_of(shape: ModelShape, length: int) -> int:
 
 
 def _digest(sample: Sample) -> str:
-    facts = json.dumps([list(map(int, sample.ids)), list(map(int, sample.counted))])
-    return hashlib.sha256(facts.encode()).hexdigest()[:16]
+    return json_digest([list(map(int, sample.ids)), list(map(int, sample.counted))])[:16]
 
 
 def _read(file: Path, shape: ModelShape) -> NDArray[np.float64] | None:
@@ -179,11 +176,7 @@ def _write(file: Path, cost: NDArray[np.float64]) -> None:
     """Write the costs of a text. The file is whole or absent, even if the process is killed."""
     try:
         make_cache_folder(file.parent)
-        new = file.with_suffix(f".{os.getpid()}")
-        new.write_text(
-            json.dumps({"costs": np.vectorize(lambda x: float(f"{x:.6g}"))(cost).tolist()}), encoding="utf-8"
-        )
-        new.replace(file)
+        write_file(file, json.dumps({"costs": np.vectorize(lambda x: float(f"{x:.6g}"))(cost).tolist()}))
     except OSError as error:
         raise EnvironmentProblem(
             f"{file} cannot be written: {error.strerror or error}", "free some space there, or XDG_CACHE_HOME=DIR"

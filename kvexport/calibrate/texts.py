@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvexport.errors import UsageError
 from kvexport.evaluate.language import Ids
+from kvexport.files import json_digest
 from kvexport.language.tokenizer import FILE_NAME, Tokenizer
 from kvexport.paths import PACKAGE, TEXT
 
@@ -38,7 +37,7 @@ class KindOfText:
     @property
     def digest(self) -> str:
         """A digest (16 hex digits) of the token ids."""
-        return hashlib.sha256(json.dumps(self.ids).encode()).hexdigest()[:16]
+        return json_digest(self.ids)[:16]
 
 
 def read_kinds(folder: Path | None = None) -> dict[str, str]:
@@ -77,4 +76,4 @@ def tokenized(checkpoint: Path, kinds: Mapping[str, str], length: int = LENGTH) 
 
 def digest_of(texts: Sequence[KindOfText]) -> str:
     """Return a digest (16 hex digits) of several texts."""
-    return hashlib.sha256(json.dumps([[x.kind, x.digest] for x in texts]).encode()).hexdigest()[:16]
+    return json_digest([[x.kind, x.digest] for x in texts])[:16]

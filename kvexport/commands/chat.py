@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from kvexport.commands.options import (
     SourceArgument,
 )
 from kvexport.errors import KvexportError, UsageError
+from kvexport.files import new_file
 from kvexport.units import format_bytes
 
 if TYPE_CHECKING:
@@ -128,14 +128,8 @@ class Chat:
     def _save(self, path: Path) -> None:
         if self.snapshot is None:
             raise UsageError("there is no conversation to save", "say something first")
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(json.dumps(self.messages).encode() + b"\n" + self.snapshot.to_bytes())
-            beside.replace(path)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
+        with new_file(path, 0o600) as file:
+            file.write(json.dumps(self.messages).encode() + b"\n" + self.snapshot.to_bytes())
         print(f"{format_bytes(path.stat().st_size)} in {path}")
 
     def _load(self, path: Path) -> None:

@@ -9,15 +9,15 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from kvexport.errors import UsageError
-from kvexport.evaluate.files import digest_of, write_whole
 from kvexport.evaluate.result import Result
+from kvexport.files import json_digest, write_file
 
 
 def read_result(path: Path, key: str) -> Result | None:
     """Read the evaluation result stored at `path`, if it was measured under the same `key`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        whole = content["sha256"] == digest_of(content["key"], content["result"])
+        whole = content["sha256"] == json_digest([content["key"], content["result"]])
         result = TypeAdapter(Result).validate_python(content["result"]) if whole else None
     except FileNotFoundError:
         return None
@@ -33,4 +33,4 @@ def read_result(path: Path, key: str) -> Result | None:
 def write_result(path: Path, key: str, result: Result) -> None:
     """Write an evaluation result to a file. `key` is the digest of everything that the result depends on."""
     values = json.loads(json.dumps(asdict(result)))  # tuples become lists, as in the file
-    write_whole(path, json.dumps({"key": key, "sha256": digest_of(key, values), "result": values}, indent=1))
+    write_file(path, json.dumps({"key": key, "sha256": json_digest([key, values]), "result": values}, indent=1))

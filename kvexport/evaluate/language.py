@@ -6,34 +6,17 @@ the language of the tiny checkpoint. Tasks call the methods for statements and q
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Sequence
-from functools import cache
 from itertools import takewhile
-from types import ModuleType
 from typing import Protocol
 
 import numpy as np
 
 from kvexport.errors import UsageError
+from kvexport.evaluate import tiny_language as tiny
 from kvexport.evaluate.corpus import library_sources
 from kvexport.language.tokenizer import Tokenizer
-from kvexport.recipe.inherit import recipe_folder
 
 Ids = list[int]
-
-
-@cache
-def tiny_language() -> ModuleType:
-    """Import the train.py of the tiny test checkpoint, which defines the words and sentences of its training texts."""
-    path = recipe_folder() / "checkpoints" / "tiny" / "train.py"
-    spec = importlib.util.spec_from_file_location("kvexport_tiny_language", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 class Language(Protocol):
@@ -75,15 +58,11 @@ class Words:
     """The wording of evaluation tasks for the tiny checkpoint: facts are `NAME THING .` and questions are `? NAME`."""
 
     lacks = frozenset({"multivalue", "tracking", "counting"})
-
-    def __init__(self) -> None:
-        self._tiny = tiny_language()
-        self.names, self.things = self._tiny.NAMES, self._tiny.THINGS
-        self.start = [self._tiny.BOS]
+    names, things, start = tiny.NAMES, tiny.THINGS, [tiny.BOS]
 
     def fact(self, name: str, thing: str) -> Ids:
         """Return the token ids of the statement that `name` has `thing`. See `Language.fact`."""
-        return [self._tiny.IDS[name], self._tiny.IDS[thing], self._tiny.STOP]
+        return [tiny.IDS[name], tiny.IDS[thing], tiny.STOP]
 
     def alias(self, name: str, other: str) -> Ids:
         """Return the token ids of the statement that `name` has the same thing as `other`. See `Language.alias`."""
@@ -96,17 +75,15 @@ class Words:
         """
         if kind not in ("one", "mostly"):
             raise ValueError(f"the tiny checkpoint cannot be asked {kind!r}")
-        return [self._tiny.ASK, self._tiny.IDS[name]], [self._tiny.IDS[answer]]
+        return [tiny.ASK, tiny.IDS[name]], [tiny.IDS[answer]]
 
     def filler(self, rng: np.random.Generator, count: int) -> list[Ids]:
         """Return the token ids of filler sentences without facts. See `Language.filler`."""
-        sentences: list[Ids] = self._tiny.filler_sentences(rng, count)
-        return sentences
+        return tiny.filler_sentences(rng, count)
 
     def text(self, rng: np.random.Generator, count: int) -> tuple[Ids, list[int]]:
         """Return a story and questions about it as token ids; only the answers are evaluated. See `Language.text`."""
-        ids, labels = self._tiny.recall_row(rng, count)
-        tiny = self._tiny
+        ids, labels = tiny.recall_row(rng, count)
         return ids, [i - 1 for i, label in enumerate(labels) if label not in (tiny.IGNORE, tiny.EOS)]
 
 
@@ -121,7 +98,7 @@ class Text:
     def __init__(self, tokenizer: Tokenizer, source: str | None = None) -> None:
         """Prepare the wording of evaluation tasks for a model's tokenizer."""
         self._tokenizer = tokenizer
-        self.names, self.things = tiny_language().NAMES, tiny_language().THINGS
+        self.names, self.things = tiny.NAMES, tiny.THINGS
         self.start = tokenizer.encode("")
         text = "\n".join(library_sources(held_out=True).values()) if source is None else source
         self._lines = text.splitlines()
@@ -195,7 +172,7 @@ def language_of(tokenizer: Tokenizer | None, source: str | None = None) -> Langu
         raise UsageError(
             "the checkpoint has no tokenizer.json, so no task can be written for it", "put its tokenizer.json beside it"
         )
-    words: Sequence[str] = tiny_language().WORDS
+    words = tiny.WORDS
     if tokenizer.vocab_size == len(words) and all(tokenizer.token_id(word) == i for i, word in enumerate(words)):
         if source is not None:
             raise UsageError("the tiny checkpoint knows the words of its own language alone", "leave --text out")

@@ -11,7 +11,6 @@ would get the same step, it is stored one step lower.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,9 +21,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.artifact.digests import file_digests
 from kvexport.errors import EnvironmentProblem, UsageError
-from kvexport.evaluate.files import naming, write_whole
+from kvexport.files import file_digests, new_file, write_file
 from kvexport.units import format_bytes
 
 STEPS = 2048  # per nat
@@ -90,17 +88,13 @@ class Reference:
 class Writer:
     """Writer of a file with the full cache's log-probabilities. Positions may come in any order."""
 
-    def __init__(self, stream: BinaryIO, path: Path, starts: Sequence[int], vocabulary: int) -> None:
-        self._stream, self._path, self._starts, self._width = stream, path, starts, vocabulary * _BYTES
+    def __init__(self, stream: BinaryIO, starts: Sequence[int], vocabulary: int) -> None:
+        self._stream, self._starts, self._width = stream, starts, vocabulary * _BYTES
 
     def put(self, sample: int, first: int, logs: Logs) -> None:
-        """Write log-probabilities at evaluated positions of a sample, from number `first` on.
-
-        A full disk raises an OSError that names the file.
-        """
-        with naming(self._path):
-            self._stream.seek((self._starts[sample] + first) * self._width)
-            self._stream.write(encode(logs).tobytes())
+        """Write log-probabilities at evaluated positions of a sample, from number `first` on."""
+        self._stream.seek((self._starts[sample] + first) * self._width)
+        self._stream.write(encode(logs).tobytes())
 
 
 class References:
@@ -140,18 +134,9 @@ class References:
         The file gets its name when the block ends without an error.
         """
         path = self.path(key)
-        partial = path.with_suffix(".part")
-        with naming(partial):
-            try:
-                with partial.open("wb") as stream:
-                    yield Writer(stream, partial, _starts(counts), self._vocabulary)
-                    stream.flush()
-                    os.fsync(stream.fileno())
-                note = {"key": key, "sha256": self._digest(partial)}
-                partial.replace(path)
-                write_whole(path.with_suffix(".json"), json.dumps(note))
-            finally:
-                partial.unlink(missing_ok=True)
+        with new_file(path) as stream:
+            yield Writer(stream, _starts(counts), self._vocabulary)
+        write_file(path.with_suffix(".json"), json.dumps({"key": key, "sha256": self._digest(path)}))
 
     def _digest(self, path: Path) -> str:
         (digest,) = file_digests(self._folder, [path.name])

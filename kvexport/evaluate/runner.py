@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,6 @@ import numpy as np
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.errors import UsageError
-from kvexport.evaluate.files import alone, digest_of
 from kvexport.evaluate.kept import read_result, write_result
 from kvexport.evaluate.language import language_of
 from kvexport.evaluate.measure import Window, run_long, run_samples, step_seconds
@@ -37,6 +37,7 @@ from kvexport.evaluate.settings import FULL, Setting, equal_bytes, load_setting,
 from kvexport.evaluate.statistics import mean
 from kvexport.evaluate.suites import run_items
 from kvexport.evaluate.tasks import TASKS, Sample, long_text
+from kvexport.files import PART, json_digest
 from kvexport.language.tokenizer import FILE_NAME, Tokenizer
 from kvexport.plan.planner import plan_cache
 from kvexport.recipe.fields import Recipe
@@ -70,6 +71,21 @@ def evaluate(
         folder.mkdir(parents=True, exist_ok=True)
         stack.enter_context(alone(folder))
         return Run(recipe, list(overrides), options, folder, progress, tell, kept=work is not None).all()
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold the lock of an evaluation's folder, and delete what a killed evaluation was writing there."""
+    with (folder / ".lock").open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"another evaluation works in {folder}", "--work with another directory, or wait for it"
+            ) from None
+        for left in folder.rglob(f".*{PART}"):
+            left.unlink()
+        yield
 
 
 class Run:
@@ -204,7 +220,7 @@ class Run:
         folder.mkdir(exist_ok=True)
         references = References(folder, self._vocabulary)
         counts = {task: [len(sample.counted) for sample in samples] for task, samples in self.samples.items()}
-        keys = {task: digest_of(self._identity(recipe), self._of_samples(task)) for task in self.samples}
+        keys = {task: json_digest([self._identity(recipe), self._of_samples(task)]) for task in self.samples}
         opened = {task: references.open(keys[task], counts[task]) for task in self.samples}
         kept = read_result(*self._place(setting))
         if kept is None or None in opened.values():
@@ -235,7 +251,7 @@ class Run:
         """Return the path of a setting's result file, and the digest of everything that the result depends on."""
         folder = self.folder / "results"
         folder.mkdir(exist_ok=True)
-        key = digest_of(self._identity(setting.recipe), setting.label, setting.budget, self._conditions)
+        key = json_digest([self._identity(setting.recipe), setting.label, setting.budget, self._conditions])
         return folder / f"{_file_name(_name(setting))}-{key[:16]}.json", key
 
     def _identity(self, recipe: Recipe) -> list[Any]:

@@ -7,8 +7,6 @@ capacity and budget are symbolic in a function, and all other sizes are fixed.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -22,6 +20,7 @@ from onnx import helper
 from torch import Tensor, nn
 from torch.export import Dim
 
+from kvexport.files import json_digest
 from kvexport.methods.base import Method
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
 from kvexport.ops.names import name_by_operators
@@ -123,7 +122,7 @@ def _merge_cache_values(attributes: MergeCacheAttributes) -> dict[str, Any]:
 
 def overload_of(meaning: dict[str, Any]) -> str:
     """Return the overload name of an ONNX function: a short hash that is equal for equal attributes and settings."""
-    return hashlib.sha256(json.dumps(meaning, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    return json_digest(meaning)[:12]
 
 
 @cache

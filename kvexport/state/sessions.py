@@ -28,6 +28,7 @@ import numpy as np
 
 from kvexport.artifact.manifest import Manifest
 from kvexport.errors import EnvironmentProblem, SnapshotError, UsageError
+from kvexport.files import new_file, sync, sync_folder
 from kvexport.language.chat import Message
 from kvexport.state.snapshot import MARK, Snapshot
 
@@ -134,19 +135,22 @@ class SessionStore:
         with problems(f"the session {name} is not kept: its file"):
             if len(data) > self._disk:
                 raise OSError(f"it takes {len(data)} bytes, all files together may take {self._disk}")
-            with _temporary(path, data) as file, _locked(self._folder):
-                self._check_mark(name, expected)
-                before = _size(path)
-                is_new = name not in self._known
-                self._known.add(name)
+            is_new = False
+            with contextlib.ExitStack() as lock:
                 try:
-                    file.replace(path)
+                    with new_file(path, 0o600) as file:
+                        file.write(data)
+                        sync(file)  # before the lock, for which other processes wait
+                        lock.enter_context(_locked(self._folder))
+                        self._check_mark(name, expected)
+                        before = _size(path)
+                        is_new = name not in self._known
+                        self._known.add(name)
                 except OSError:
                     if is_new:  # a name without a state would be of a session that was lost
                         with contextlib.suppress(OSError):
                             self._known.remove(name)
                     raise
-                _sync(self._folder)
                 self._load(name, data[:MARK], snapshot)
                 self.disk_bytes += len(data) - before
                 self._bound_disk(name)
@@ -172,7 +176,7 @@ class SessionStore:
                     with contextlib.suppress(OSError):
                         self._known.add(name)
                 raise
-            _sync(self._folder)
+            sync_folder(self._folder)
             self._loaded.pop(name, None)
             self.disk_bytes -= before
         return True
@@ -338,31 +342,6 @@ def _size(path: Path) -> int:
         return path.lstat().st_size
     except FileNotFoundError:
         return 0
-
-
-@contextlib.contextmanager
-def _temporary(path: Path, data: bytes) -> Iterator[Path]:
-    """Write `data` to a file beside `path`, for the caller to rename. A file that was not renamed is deleted."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        yield beside
-    finally:
-        with contextlib.suppress(OSError):  # a folder that is read-only by now reports its first error
-            beside.unlink(missing_ok=True)
-
-
-def _sync(folder: Path) -> None:
-    """Write the folder's names to the disk, so that a rename outlives a loss of power."""
-    with contextlib.suppress(OSError):  # some file systems cannot do this, and write names by themselves soon
-        number = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
 
 
 def _open_lock(path: Path) -> int:

@@ -24,6 +24,7 @@ from kvexport.artifact.manifest import Manifest
 from kvexport.backends.lane_state import slot_places, used_slots
 from kvexport.bounded_json import read_json
 from kvexport.errors import KvexportError, SnapshotError
+from kvexport.files import json_digest
 from kvexport.language.settings import GenerationSettings
 from kvexport.plan.cache import CachePlan, slots_of
 from kvexport.schema.state import RING
@@ -76,7 +77,7 @@ class Origin:
         ]
         if (periodic := manifest.recipe.cache.periodic).slots is not None:
             contract.append([periodic.slots, periodic.every, periodic.delay])
-        return cls(*(_digest_of(content) for content in ([manifest.model.fingerprint, weights], recipe, contract)))
+        return cls(*(json_digest(content) for content in ([manifest.model.fingerprint, weights], recipe, contract)))
 
     def check(self, origin: Origin) -> None:
         """Check that a snapshot comes from the same model, recipe and contract."""
@@ -334,10 +335,6 @@ def _raw(array: NDArray[Any]) -> memoryview:
 
 def _sha256(array: NDArray[Any]) -> str:
     return hashlib.sha256(_raw(array)).hexdigest()
-
-
-def _digest_of(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 @cache

@@ -7,8 +7,6 @@ The changed weight is W + s B A, where s is `lora_alpha / r`, or `lora_alpha / s
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -16,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvexport.artifact.digests import file_digests
 from kvexport.errors import UsageError
+from kvexport.files import file_digests, json_digest
 from kvexport.tensor_files.entry import TensorEntry
 from kvexport.tensor_files.shards import is_present, parse_object, read_file, read_shard, some_names
 
@@ -98,8 +96,8 @@ def read_adapter(folder: Path, setting: str) -> AdapterFiles:
     config = _read_config(folder, setting)
     pairs = _pairs(folder, read_shard(folder / WEIGHTS).tensors)
     weights = (folder / WEIGHTS).resolve()  # in the hub's cache a link to a blob
-    facts = json.dumps([*file_digests(weights.parent, [weights.name]), config], sort_keys=True)
-    return AdapterFiles(folder, config, pairs, hashlib.sha256(facts.encode()).hexdigest())
+    digest = json_digest([*file_digests(weights.parent, [weights.name]), config])
+    return AdapterFiles(folder, config, pairs, digest)
 
 
 def matching_name(module: str, names: Iterable[str]) -> str | None:

@@ -17,9 +17,8 @@ from typer.testing import CliRunner
 import kvexport
 from kvexport.commands.app import app
 from kvexport.errors import EnvironmentProblem, UsageError
-from kvexport.evaluate.files import alone
 from kvexport.evaluate.result import Evaluation, Options, Result, paired
-from kvexport.evaluate.runner import Run, evaluate
+from kvexport.evaluate.runner import Run, alone, evaluate
 from kvexport.evaluate.sections import sections
 from kvexport.evaluate.settings import Setting
 from kvexport.evaluate.statistics import mean
@@ -176,11 +175,11 @@ def test_a_killed_run_continues_with_the_missing_results(
 ) -> None:
     (lost,) = copied(work, tmp_path).glob("results/streaming-256-*.json")
     lost.unlink()
-    lost.with_name(lost.name + ".part").write_text("{")  # the rest of an interrupted write
+    lost.with_name(f".{lost.name}.0.part").write_text("{")  # the rest of an interrupted write
     again = evaluate("tiny-base", SETTINGS, OPTIONS, tmp_path)
     assert measured == ["streaming 256"]
     assert json.dumps(asdict(again.results[0])) == json.dumps(asdict(evaluation.results[0]))
-    assert lost.exists()
+    assert lost.exists() and not list(tmp_path.rglob("*.part"))
 
 
 def test_a_new_method_is_measured_alone_and_a_changed_setting_again(

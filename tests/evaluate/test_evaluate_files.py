@@ -11,6 +11,7 @@ from kvexport.errors import UsageError
 from kvexport.evaluate.kept import read_result, write_result
 from kvexport.evaluate.result import Result, Score
 from kvexport.evaluate.statistics import mean
+from tests.support.disks import full_disk
 
 RESULT = Result(
     "keepkv", 0.125, 16, 1000, None, {"text": Score("text", kl=mean([0.1, 0.3]), samples={"kl": (0.1, 0.3)})}
@@ -37,9 +38,9 @@ def test_a_file_that_is_no_result_is_named_with_its_fix(text: str, tmp_path: Pat
 def test_a_full_disk_leaves_the_older_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "keepkv.json"
     write_result(path, "key", RESULT)
-    (tmp_path / "keepkv.json.part").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left") as caught:
+    with full_disk(), pytest.raises(OSError, match="No space left") as caught:
         write_result(path, "other", RESULT)
     assert report(caught.value) == 3
-    assert f"disk full while writing {path}.part" in capsys.readouterr().err
+    assert f"disk full while writing {path}: No space left" in capsys.readouterr().err
     assert read_result(path, "key") == RESULT
+    assert list(tmp_path.iterdir()) == [path]

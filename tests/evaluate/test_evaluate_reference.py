@@ -9,6 +9,7 @@ import pytest
 
 from kvexport.commands.errors import report
 from kvexport.evaluate.reference import STEPS, Reference, References, decode, encode, log_softmax
+from tests.support.disks import full_disk
 
 RNG = np.random.default_rng(0)
 # Logits of a peaked, a flat and a nearly certain distribution.
@@ -69,10 +70,8 @@ def test_an_interrupted_run_leaves_no_file(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     references = References(tmp_path, LOGS.shape[1])
-    part = references.path("key").with_suffix(".part")
-    part.symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left") as caught, references.write("key", [96]) as writer:
+    with full_disk(), pytest.raises(OSError, match="No space left") as caught, references.write("key", [96]) as writer:
         writer.put(0, 0, LOGS)
     assert report(caught.value) == 3
-    assert f"disk full while writing {part}" in capsys.readouterr().err
+    assert f"disk full while writing {references.path('key')}: No space left" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from kvexport.errors import UsageError
+from kvexport.evaluate import tiny_language as tiny
 from kvexport.evaluate.corpus import is_held_out, library_sources
-from kvexport.evaluate.language import Language, Text, Words, language_of, tiny_language
+from kvexport.evaluate.language import Language, Text, Words, language_of
 from kvexport.evaluate.statistics import mean, share
 from kvexport.evaluate.suites import LONGBENCH, read_longbench, read_ruler, rouge_l, token_f1
 from kvexport.evaluate.tasks import TASKS, Sample, long_text
@@ -69,7 +70,7 @@ def test_the_answer_can_be_read_off_the_prompt(name: str, text: Language) -> Non
 
 @pytest.mark.parametrize("name", [n for n in EXACT if n not in Words.lacks])
 def test_the_tiny_checkpoints_tasks_are_in_its_language(name: str) -> None:
-    tiny, words = tiny_language(), Words()
+    words = Words()
     for sample in TASKS[name].samples(words, 6, 256, seed=3):
         ids = sample.ids
         assert ids[0] == tiny.BOS
@@ -124,7 +125,6 @@ def test_texts_evaluate_the_positions_that_can_be_predicted(text: Language) -> N
     (sample,) = TASKS["text"].samples(text, 1, 300, 0)
     assert len(sample.ids) == sample.prompt == 300
     assert sample.counted == list(range(150, 299))
-    tiny = tiny_language()
     (sample,) = TASKS["text"].samples(Words(), 1, 300, 0)
     for p in sample.counted:
         assert sample.ids[p - 1] == tiny.ASK

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvexport.evaluate.tiny_language import NAMES, THINGS
 from tests.support.recipes import SMALL_CHECKPOINT as SMALL
 
 
@@ -35,7 +36,7 @@ def data(training: ModuleType) -> Any:
 
     tokenizer = Tokenizer.from_file(str(SMALL / "tokenizer.json"))
     lines = [tokenizer.encode(f"def function_{i}(x):\n", add_special_tokens=False).ids for i in range(200)]
-    return training.Data(tokenizer, training.tiny.NAMES, training.tiny.THINGS, lines, lines)
+    return training.Data(tokenizer, NAMES, THINGS, lines, lines)
 
 
 def small_model(training: ModuleType) -> Any:

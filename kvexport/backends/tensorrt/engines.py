@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from kvexport.backends.tensorrt.record import NAME, EngineRecord
 from kvexport.backends.tensorrt.section import TensorRTSection
 from kvexport.backends.tensorrt.weights import require_taken
 from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
+from kvexport.files import write_file
 from kvexport.plan.cache import CachePlan
 from kvexport.terminal import Progress
 
@@ -279,9 +279,7 @@ def _timing_cache(config: Any, owner: str) -> Iterator[None]:
     yield
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(f".{secrets.token_hex(4)}")
-        fresh.write_bytes(memoryview(config.get_timing_cache().serialize()))
-        fresh.replace(path)
+        write_file(path, bytes(config.get_timing_cache().serialize()))
 
 
 @contextmanager

@@ -6,8 +6,6 @@ block by block of rows, so no weight is in memory as a whole.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +17,7 @@ from numpy.typing import NDArray
 from kvexport.errors import UsageError
 from kvexport.export.model.checkpoint import Checkpoint, read_checkpoint, refuse_link
 from kvexport.export.model.tensors import Source
+from kvexport.files import json_digest
 from kvexport.recipe.fields import Recipe
 from kvexport.tensor_files.casting import load_tensor, read_rows, row_blocks
 from kvexport.tensor_files.entry import TensorEntry
@@ -94,13 +93,12 @@ def merge_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
             )
         base = tensors.pop(tensor) if tensor in tensors else computed[tensor]
         computed[tensor] = _adapted(base, module, adapter)
-    facts = json.dumps([checkpoint.fingerprint, adapter.digest])
     note = f"the adapter {folder.name} is added to {len(adapter.pairs)} weights"
     return replace(
         checkpoint,
         tensors=tensors,
         computed=computed,
-        fingerprint=hashlib.sha256(facts.encode()).hexdigest(),
+        fingerprint=json_digest([checkpoint.fingerprint, adapter.digest]),
         notes=(*checkpoint.notes, note),
     )
 

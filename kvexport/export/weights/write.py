@@ -19,10 +19,10 @@ from typing import Any, BinaryIO, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kvexport.artifact.digests import file_digests
 from kvexport.errors import UsageError
 from kvexport.export.model.tensors import Source
 from kvexport.export.weights.computed import ComputedSpec, component_blocks, component_name
+from kvexport.files import file_digests
 from kvexport.tensor_files.casting import (
     BLOCK_BYTES,
     SAME,

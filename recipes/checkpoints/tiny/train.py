@@ -1,13 +1,6 @@
 """Train the tiny recall checkpoint in this folder: a two-layer Llama that looks up facts anywhere in its prompt.
 
-The language is made of words. A *fact* reads ``anna lamp .`` (a name, a thing, a full stop), a *filler* sentence is a
-few common words and a full stop, and a prompt is::
-
-    <bos> facts and filler sentences in random order ? anna
-
-Its answer is the one token ``lamp``, followed by ``<eos>``. Names are distinct within a prompt, and so are things, so
-that exactly one answer is right. The answer stands only in the prompt, so the checkpoint shows directly which entries a
-KV cache still holds.
+The module `kvexport.evaluate.tiny_language` describes its language.
 
 Training has two kinds of batch. *Copy* batches have rows of distinct names and things that repeat with a random period
 per row. Predicting every repeated word forms induction heads. (Filler words are not among them, since no question asks
@@ -16,7 +9,8 @@ copy batches, until the model copies. Then both kinds alternate while rows grow 
 batches grows. (Training recall from the first step fails: the model learns to name any thing of the prompt, and learns
 nothing more.)
 
-Importing this module needs numpy alone; torch, transformers and tokenizers are imported by the functions that use them.
+Importing this module needs kvexport and numpy; torch, transformers and tokenizers are imported by the functions that
+use them.
 """
 
 from __future__ import annotations
@@ -31,130 +25,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvexport.evaluate.tiny_language import (
+    BOS,
+    EOS,
+    IDS,
+    IGNORE,
+    MAX_FACTS,
+    NAME_IDS,
+    PAD,
+    SPECIALS,
+    THING_IDS,
+    WORDS,
+    make_prompt,
+    recall_row,
+)
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import LlamaForCausalLM
 
-SPECIALS = ("<unk>", "<bos>", "<eos>", "<pad>")
-MARKS = (".", "?")
-NAMES = tuple(
-    """
-    adam agnes alan alice amir anders anna anton arthur astrid aziz barbara basil beatrice ben bertha bob boris bruno
-    carla carlos cecil chloe clara colin conrad cyrus daisy daniel david delia dennis diana dora doris edgar edith elena
-    elias emil emma eric ernest esther eva felix fiona flora frank fred freya gavin george gina gloria greta gustav
-    hanna harold hector helen henry hilda hugo ida igor ines ingrid irene isaac ivan jacob jane jasper joan jonas judith
-    julia karim karl kate kevin kira lars laura leo leila lena linus louis lucy luke mabel magnus maria martin maya
-    miles mina mona nadia nathan nina noah nora olga oliver omar oscar otto paula pedro peter petra philip quentin
-    rachel ralph rita robert rosa ruth samuel sara simon theo tom wanda
-    """.split()
-)
-THINGS = tuple(
-    """
-    anchor apple arrow axe bag ball banjo barrel basket bell belt bench bicycle blanket boat book boot bottle bowl box
-    bracelet bread brick broom brush bucket button cabinet camera candle candy carpet cart chain chair cheese clock coat
-    coin comb compass cup curtain desk dice dish doll door dress drum easel egg engine fan feather fence flag flute fork
-    garlic glove guitar hammer harp hat helmet hook horn hose jacket jar jug kettle key kite knife ladder lamp lantern
-    lemon letter lock magnet map mask medal mirror mitten mug nail necklace needle net oar onion orange oven paddle
-    paint pan paper pear pearl pen pencil pepper piano pillow pipe plate plum pocket potato pump purse puzzle quilt
-    radio rake ribbon ring rope ruler saddle scarf spoon stool table
-    """.split()
-)
-FILLER = tuple(
-    """
-    the a and but then when while there here this that these those some many few every other same old new long short
-    small large quiet slow early late again often always never soon once now today later under over near far along
-    across behind before after around between with without from into it they was were went came seemed stayed
-    """.split()
-)
-WORDS = SPECIALS + MARKS + NAMES + THINGS + FILLER
-"""The vocabulary; the id of a word is its index."""
-
-IDS = {word: index for index, word in enumerate(WORDS)}
-UNK, BOS, EOS, PAD, STOP, ASK = (IDS[word] for word in SPECIALS + MARKS)
-NAME_IDS = np.array([IDS[word] for word in NAMES])
-THING_IDS = np.array([IDS[word] for word in THINGS])
-FILLER_IDS = np.array([IDS[word] for word in FILLER])
 FACT_IDS = np.concatenate([NAME_IDS, THING_IDS])
-
-MAX_FACTS = min(len(NAMES), len(THINGS))
 MAX_LENGTH = 2048
-IGNORE = -100
-"""Label of a position without a loss."""
-
-
-def filler_sentences(rng: np.random.Generator, count: int) -> list[list[int]]:
-    """Return filler sentences of exactly ``count`` tokens in all.
-
-    Each sentence has two to eight words and a full stop; it has fewer words if no more fit.
-    """
-    words = rng.choice(FILLER_IDS, size=count).tolist()
-    sentences, start = [], 0
-    for size in rng.integers(3, 10, size=count // 3 + 1).tolist():
-        end = min(start + size, count)
-        if count - end < 3:
-            end = min(count, start + 9) if count - start <= 9 else count - 3
-        if start == end:
-            break
-        sentences.append([*words[start : end - 1], STOP])
-        start = end
-    return sentences
-
-
-def make_story(
-    rng: np.random.Generator, length: int, facts: int, depth: float | None = None
-) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return ``length`` tokens of facts among filler sentences, and the facts as (name, thing) pairs in random order.
-
-    With ``depth`` the first pair stands at that fraction of the story's sentences (0 first, 1 last), else anywhere.
-    """
-    if not 1 <= facts <= MAX_FACTS or 3 * facts > length:
-        raise ValueError(f"{facts} facts do not fit {length} tokens (at most {min(MAX_FACTS, length // 3)})")
-    names = rng.choice(NAME_IDS, size=facts, replace=False).tolist()
-    things = rng.choice(THING_IDS, size=facts, replace=False).tolist()
-    pairs = list(zip(names, things, strict=True))
-    sentences = [[name, thing, STOP] for name, thing in pairs[1:]] + filler_sentences(rng, length - 3 * facts)
-    rng.shuffle(sentences)
-    place = int(rng.integers(len(sentences) + 1)) if depth is None else round(depth * len(sentences))
-    sentences.insert(place, [*pairs[0], STOP])
-    return [token for sentence in sentences for token in sentence], pairs
-
-
-def make_prompt(rng: np.random.Generator, length: int, facts: int, depth: float | None = None) -> tuple[list[int], int]:
-    """Return a prompt of exactly ``length`` token ids, ``<bos> ... ? NAME``, and the id of its answer.
-
-    Args:
-        rng: The source of randomness.
-        length: The number of token ids.
-        facts: The number of facts, at most ``min(MAX_FACTS, (length - 3) // 3)``; the rest is filler.
-        depth: The place of the fact that the question asks for: 0 puts it first, 1 right before the question, None
-            anywhere.
-    """
-    story, pairs = make_story(rng, length - 3, facts, depth)
-    name, thing = pairs[0]
-    return [BOS, *story, ASK, name], thing
-
-
-def decode(ids: list[int]) -> str:
-    """Return the words of ``ids``, separated by spaces."""
-    return " ".join(WORDS[index] for index in ids)
-
-
-def recall_row(rng: np.random.Generator, length: int) -> tuple[list[int], list[int]]:
-    """Return a training row of ``length`` ids and its labels, aligned with the ids.
-
-    The row is ``<bos> story ? NAME THING ? NAME THING ... <eos>``. Only the answers and the final ``<eos>`` have a
-    loss. The question marks between two questions have none, so that the model generates one answer and then ``<eos>``.
-    """
-    most = min(MAX_FACTS, (length - 5) // 3)
-    facts = max(1, round(math.exp(rng.uniform(0, math.log(most)))))
-    room = (length - 2 - 3 * facts) // 3
-    questions = max(1, min(facts, room, int(rng.integers(1 + length // 8))))
-    story, pairs = make_story(rng, length - 2 - 3 * questions, facts)
-    ids, labels = [BOS, *story], [IGNORE] * (1 + len(story))
-    for name, thing in pairs[:questions]:
-        ids += [ASK, name, thing]
-        labels += [IGNORE, IGNORE, thing]
-    return [*ids, EOS], [*labels, EOS]
 
 
 def copy_row(

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from kvexport.evaluate.tiny_language import BOS, IGNORE, NAMES, PAD, SPECIALS, THINGS
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -27,7 +29,7 @@ MAX_PEOPLE = 48
 
 
 def _tiny() -> ModuleType:
-    """Import the tiny checkpoint's train.py, for its names, things, special tokens and copied rows, and for saving."""
+    """Import the tiny checkpoint's train.py, for its copied rows and for saving."""
     spec = importlib.util.spec_from_file_location("tiny_checkpoint", TINY / "train.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -37,7 +39,6 @@ def _tiny() -> ModuleType:
 
 
 tiny = _tiny()
-BOS, EOS, PAD, IGNORE = tiny.BOS, tiny.EOS, tiny.PAD, tiny.IGNORE
 
 
 def statements(
@@ -192,7 +193,7 @@ def build_tokenizer(sources: list[str], words: tuple[str, ...]) -> Tokenizer:
     parts = [Split(Regex("\n"), "isolated"), Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
     tokenizer.pre_tokenizer = Sequence(parts)
     tokenizer.decoder = ByteDecoder()
-    specials = list(tiny.SPECIALS)
+    specials = list(SPECIALS)
     trainer = BpeTrainer(
         vocab_size=VOCABULARY, special_tokens=specials, initial_alphabet=ByteLevel.alphabet(), show_progress=False
     )
@@ -215,11 +216,7 @@ def load_data() -> Data:
 
     sources = {held: list(library_sources(held).values()) for held in (False, True)}
     path = HERE / "tokenizer.json"
-    tokenizer = (
-        Tokenizer.from_file(str(path))
-        if path.exists()
-        else build_tokenizer(sources[False], (*tiny.NAMES, *tiny.THINGS))
-    )
+    tokenizer = Tokenizer.from_file(str(path)) if path.exists() else build_tokenizer(sources[False], (*NAMES, *THINGS))
     if not path.exists():
         tokenizer.save(str(path), pretty=False)
 
@@ -227,4 +224,4 @@ def load_data() -> Data:
         split = [line + "\n" for text in texts for line in text.splitlines()]
         return [e.ids for e in tokenizer.encode_batch_fast(split, add_special_tokens=False)]
 
-    return Data(tokenizer, tiny.NAMES, tiny.THINGS, lines(sources[False]), lines(sources[True]))
+    return Data(tokenizer, NAMES, THINGS, lines(sources[False]), lines(sources[True]))

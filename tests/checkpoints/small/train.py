@@ -40,12 +40,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from documents import (
-    BOS,
-    EOS,
     HERE,
-    IGNORE,
     MAX_LENGTH,
-    PAD,
     VOCABULARY,
     Data,
     code_row,
@@ -54,6 +50,8 @@ from documents import (
     recall_row,
     tiny,
 )
+
+from kvexport.evaluate.tiny_language import BOS, EOS, IGNORE, PAD
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM

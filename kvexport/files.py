@@ -1,0 +1,95 @@
+"""Files that are whole or absent, whatever interrupts their writer, and digests of files and of JSON values."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+PART = ".part"  # the end of the name of a file that is being written
+_CHUNK = 4 << 20  # with smaller blocks, a thread that shares the interpreter with a busy one mostly waits for it
+
+# A function that receives the blocks of a file as they are read, each with its offset in the file.
+BlockReader = Callable[[int, memoryview], None]
+
+
+@contextmanager
+def new_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Yield a hidden file beside `path`, which replaces `path` when the block ends without an error.
+
+    Its content is on the disk before it gets the name, so that a crash leaves the old file or the new one. An OSError
+    names the file.
+    """
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PART}")
+    try:
+        # A link at this name, which another user may have made, is not followed.
+        with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "w+b") as file:
+            yield file
+            sync(file)
+        part.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+    finally:
+        with suppress(OSError):  # a folder that is read-only by now reports its first error
+            part.unlink(missing_ok=True)
+
+
+def write_file(path: Path, content: bytes | str) -> None:
+    """Write a file atomically. See `new_file`."""
+    with new_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def sync(file: BinaryIO) -> None:
+    """Write an open file to the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Write a folder's names to the disk, so that a rename outlives a loss of power."""
+    with suppress(OSError):  # some file systems cannot do this, and write names by themselves soon
+        number = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
+def json_digest(content: Any) -> str:
+    """Return the SHA-256, in hex, of a value's JSON with sorted keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def file_digests(
+    root: Path, names: Iterable[str], readers: Iterable[BlockReader | None] | None = None
+) -> Iterator[str]:
+    """Yield the SHA-256 of files under `root` in the given order.
+
+    A few files are read at the same time, because hashlib lets other threads run.
+    """
+    pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
+    try:
+        yield from pool.map(lambda name, reader: _digest(root / name, reader), names, readers or itertools.repeat(None))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _digest(path: Path, reader: BlockReader | None) -> str:
+    digest, chunk, offset = hashlib.sha256(), memoryview(bytearray(_CHUNK)), 0
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
+        while count := file.readinto(chunk):
+            digest.update(chunk[:count])
+            if reader:
+                reader(offset, chunk[:count])
+            offset += count
+    return digest.hexdigest()

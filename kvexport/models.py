@@ -18,7 +18,7 @@ from kvexport.terminal import Progress, silent
 if TYPE_CHECKING:
     from kvexport.engine.engine import Engine
     from kvexport.engine.options import EngineOptions
-    from kvexport.export.model.checkpoint import Checkpoint
+    from kvexport.export.model.tensors import Checkpoint
     from kvexport.recipe.fields import Recipe
     from kvexport.recipe.load import LoadedRecipe
 
@@ -214,13 +214,12 @@ def find_artifact(
         return Path(source)
     recipe = model_recipe(source, budget, max_length=max_length, overrides=overrides)
     from kvexport.export.build import build
-    from kvexport.export.model.adapter import read_recipe_checkpoint
     from kvexport.export.model.cached import cache_folder, make_cache_folder
-    from kvexport.export.model.checkpoint import resolve_checkpoint
+    from kvexport.export.model.checkpoint import open_checkpoint
 
     with progress("reading the checkpoint", None):
-        source_folder = resolve_checkpoint(recipe.recipe.model.path, recipe.recipe.model.revision)
-        checkpoint = read_recipe_checkpoint(source_folder, recipe.recipe)
+        model, adapter = recipe.recipe.model, recipe.recipe.weights.merge_adapter
+        checkpoint = open_checkpoint(model.path, model.revision, adapter=adapter)
     folder = cache_folder("artifacts") / f"{recipe.name}-{_key(recipe, checkpoint, calibrate)[:16]}"
     if is_artifact(folder):
         return folder
@@ -249,14 +248,9 @@ def is_model(source: str) -> bool:
 
 def _trained_length(path: str, revision: str | None) -> int | None:
     """Return the number of positions that a model was trained for, at most LONGEST; None if its config has none."""
-    from kvexport.export.model.checkpoint import is_gguf, read_checkpoint, resolve_checkpoint
-    from kvexport.tensor_files.shards import parse_object, read_file
+    from kvexport.export.model.checkpoint import read_checkpoint, resolve_checkpoint
 
-    folder = resolve_checkpoint(path, revision, weights=False)
-    if is_gguf(str(folder)):
-        config = read_checkpoint(folder).config
-    else:
-        config = parse_object(folder / "config.json", read_file(folder / "config.json"))
+    config = read_checkpoint(resolve_checkpoint(path, revision, weights=False), weights=False).config
     text = config.get("text_config")
     positions = (text if isinstance(text, dict) else config).get("max_position_embeddings")
     return min(positions, LONGEST) if isinstance(positions, int) and positions > 0 else None
@@ -264,10 +258,9 @@ def _trained_length(path: str, revision: str | None) -> int | None:
 
 def _key(recipe: LoadedRecipe, checkpoint: Checkpoint, calibrate: bool | None) -> str:
     """Return the sha256 (hex) of everything that an artifact's content depends on, as a key of the artifact cache."""
-    from kvexport.export.model.checkpoint import facts_of
     from kvexport.version import __version__
 
-    facts = [__version__, recipe.resolved, calibrate, facts_of(checkpoint)]
+    facts = [__version__, recipe.resolved, calibrate, checkpoint.facts()]
     return json_digest(facts)
 
 

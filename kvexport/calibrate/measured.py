@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.evaluate.tasks import Sample
 from kvexport.export.model.cached import cache_folder, make_cache_folder
-from kvexport.export.model.checkpoint import Checkpoint, facts_of
 from kvexport.export.model.shape import ModelShape
+from kvexport.export.model.tensors import Checkpoint
 from kvexport.files import json_digest, write_file
 from kvexport.machine import machine_memory
 from kvexport.plan.budgets import least_slots
@@ -66,7 +66,7 @@ def folder_of(recipe: Recipe, checkpoint: Checkpoint) -> Path:
     """Return the cache folder of the measurements of one checkpoint under one cache method."""
     cache, method = recipe.cache, recipe.cache.build_method()
     settings = [VERSION, repr(method), cache.sinks, cache.recent]
-    return cache_folder("calibrations") / json_digest([facts_of(checkpoint), settings])[:16]
+    return cache_folder("calibrations") / json_digest([checkpoint.facts(), settings])[:16]
 
 
 def measure(

@@ -31,24 +31,17 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
     import torch
 
     from kvexport.export.hooks.experts import expert_modules
-    from kvexport.export.model.adapter import read_recipe_checkpoint
-    from kvexport.export.model.checkpoint import is_gguf, resolve_checkpoint
-    from kvexport.export.model.config import load_config, says_quantized
+    from kvexport.export.model.checkpoint import open_checkpoint
+    from kvexport.export.model.config import load_config
     from kvexport.export.model.hf_model import build_fake
     from kvexport.export.model.probe import probe_layers
     from kvexport.export.model.rotary import read_rotary
-    from kvexport.export.model.wheel import WHEEL
     from kvexport.quiet import quiet_exporter
 
-    path, revision = recipe.model.path, recipe.model.revision
-    folder = resolve_checkpoint(path, revision, weights=weights)
-    has_weights = weights or Path(path).is_dir() or is_gguf(path) or path.startswith(WHEEL)
-    if not has_weights and says_quantized(str(folder), None):
-        folder, has_weights = resolve_checkpoint(path, revision), True
-    checkpoint = read_recipe_checkpoint(folder, recipe) if has_weights else None
+    path, revision, adapter = recipe.model.path, recipe.model.revision, recipe.weights.merge_adapter
+    checkpoint = open_checkpoint(path, revision, weights=weights, adapter=adapter)
     with quiet_exporter():
-        source = checkpoint.path if checkpoint else folder
-        config = load_config(str(source), recipe)
+        config = load_config(str(checkpoint.path), recipe)
         model, mode = build_fake(config, getattr(torch, recipe.model.dtype), recipe.rotary_length)
         backend = backends.get(recipe.backend.name)
         if (problem := backend.operator_problem(recipe, "Experts")) and any(expert_modules(model)):
@@ -116,7 +109,6 @@ def build(
     prepare = None if graphs_only else backend.preparation(recipe)
     with staging(out) as folder, _collector_paused():
         from kvexport.export import stages
-        from kvexport.export.model.checkpoint import facts_of
         from kvexport.export.texts import copy_texts
 
         with progress("reading the checkpoint", None):
@@ -124,7 +116,7 @@ def build(
             if plan is not None:
                 shape = shape._replace(plan=plan)
             copy_texts(shape.checkpoint, folder, stages.vocabulary_of(shape))
-            read = facts_of(shape.checkpoint)
+            read = shape.checkpoint.facts()
         specs = stages.choose_weights(shape, recipe, progress)
         traced = stages.trace_and_write(shape, specs, recipe, folder, shared, progress)
         with progress("writing graphs", None):
@@ -133,7 +125,7 @@ def build(
             manifest = replace(manifest, divergence=divergence)
         if prepare is not None:
             manifest = prepare(folder, manifest, progress)
-        if facts_of(shape.checkpoint) != read:  # its weights would be under the fingerprint of the earlier ones
+        if shape.checkpoint.facts() != read:  # its weights would be under the fingerprint of the earlier ones
             raise UsageError(
                 f"the checkpoint {shape.checkpoint.path} was rewritten while it was built",
                 "build again when nothing writes it any more",

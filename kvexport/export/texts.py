@@ -7,7 +7,6 @@ earlier one.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from kvexport.export.added_tokens import OLDER, complete_tokenizer
 from kvexport.language.chat import read_chat_template, read_json
 
 if TYPE_CHECKING:
-    from kvexport.export.model.checkpoint import Checkpoint
+    from kvexport.export.model.tensors import Checkpoint
 
 GENERATION = "generation_config.json"
 _MOST_STOPS = 64  # each is compared with the text after every token; kvexport serve has the same bound
@@ -26,24 +25,15 @@ _MOST_STOPS = 64  # each is compared with the text after every token; kvexport s
 
 def copy_texts(checkpoint: Checkpoint, folder: Path, vocabulary: int) -> None:
     """Copy tokenizer files, chat template and JSON files of a checkpoint into the staging folder, and load them."""
-    from kvexport.export.model.checkpoint import TOKENIZER_FILES, refuse_link
-
-    for name in TOKENIZER_FILES:
-        source = checkpoint.path / name
-        if os.path.lexists(source):
-            if not source.is_file():  # a link that loops or leads nowhere, a folder, a device
-                raise UsageError(f"{source} is no file", f"download the files of {checkpoint.path} again")
-            refuse_link(source)
-            shutil.copyfile(source, folder / name)
+    for source in checkpoint.texts:
+        shutil.copyfile(source, folder / source.name)
     (folder / "config.json").write_text(json.dumps(checkpoint.config, indent=2))
     present = (checkpoint.path / GENERATION).is_file()
     generation = checkpoint.generation_config if present else _in_config(checkpoint.config)
     if generation:
         (folder / GENERATION).write_text(json.dumps(generation, indent=2))
         _check_generation(checkpoint.path / (GENERATION if present else "config.json"), generation, vocabulary)
-    older = checkpoint.path / OLDER
-    refuse_link(older)
-    _check_tokenizer(checkpoint.path, folder, read_json(older))
+    _check_tokenizer(checkpoint.path, folder, read_json(checkpoint.path / OLDER))
 
 
 def _in_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -26,6 +27,7 @@ DTYPE_BITS = {
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _LARGEST_COUNT = 1 << 62
+_OWN: set[Path] = set()  # see `own_links`
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,43 @@ def _parse_info(file: Path, name: str, info: object) -> tuple[str, tuple[int, ..
 def _is_sizes(value: object) -> TypeGuard[list[int]]:
     # bool is an int to Python, not to JSON.
     return isinstance(value, list) and all(type(item) is int and 0 <= item <= _LARGEST_COUNT for item in value)
+
+
+@contextmanager
+def own_links(folder: Path) -> Iterator[None]:
+    """Allow symbolic links in the checkpoint `folder` that lead out of it, within this context.
+
+    kvexport itself writes this checkpoint, for example as links to another checkpoint's files.
+    """
+    real = folder.resolve()
+    _OWN.add(real)
+    try:
+        yield
+    finally:
+        _OWN.discard(real)
+
+
+def refuse_link(file: Path) -> None:
+    """Raise UsageError if a file of a checkpoint is a link that leads elsewhere or back to itself.
+
+    Such a link could copy any file of this machine into an artifact. Links within the checkpoint are allowed, and so
+    are those of the hub's cache, from snapshots/COMMIT to blobs.
+    """
+    loop = UsageError(f"{file} is a link that leads back to itself", f"download {file.name} again")
+    try:
+        folder, real = file.parent.resolve(), file.resolve()
+    except (OSError, RuntimeError) as error:
+        raise loop from error
+    if real.is_symlink():  # Python 3.13 resolves a circle to one of its links
+        raise loop
+    if folder in _OWN:
+        return
+    hub = folder.parent.parent if folder.parent.name == "snapshots" else None
+    if not any(real.is_relative_to(own) for own in (folder, *([hub / "blobs"] if hub else []))):
+        raise UsageError(
+            f"{file} is a link out of the checkpoint, to {real}",
+            f"where that is meant: cp --remove-destination {shlex.quote(str(real))} {shlex.quote(str(file))}",
+        )
 
 
 def is_present(file: Path) -> bool:

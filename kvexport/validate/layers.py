@@ -34,7 +34,8 @@ def first_layers(
 
     The yielded artifact is deleted when the block ends, as is the checkpoint at its recipe's model.path.
     """
-    from kvexport.export.model.checkpoint import own_links, read_checkpoint, resolve_checkpoint
+    from kvexport.export.model.checkpoint import open_checkpoint
+    from kvexport.tensor_files.shards import own_links
 
     manifest = load_manifest(path)
     total = manifest.model.layers
@@ -49,7 +50,7 @@ def first_layers(
             "--layers compares layers of a checkpoint as it is, and this artifact's weights have an adapter added",
             "no --layers, which compares all layers",
         )
-    source = read_checkpoint(resolve_checkpoint(checkpoint or recipe.model.path, recipe.model.revision))
+    source = open_checkpoint(checkpoint or recipe.model.path, recipe.model.revision)
     require_checkpoint(source, manifest, path)
     source.require_folder("--layers")
     with (
@@ -91,14 +92,12 @@ def _shorten_checkpoint(source: Any, folder: Path, total: int, count: int) -> No
     """Write a checkpoint whose config has only `count` layers. Its weight files are links to the files of `source`."""
     from transformers import AutoConfig
 
-    from kvexport.export.model.checkpoint import TOKENIZER_FILES
-
     folder.mkdir()
     for file in source.path.iterdir():
         if ".safetensors" in file.suffixes:
             (folder / file.name).symlink_to(file.resolve())
-        elif file.name in TOKENIZER_FILES:
-            shutil.copyfile(file, folder / file.name)
+    for file in source.texts:
+        shutil.copyfile(file, folder / file.name)
     text = AutoConfig.from_pretrained(str(source.path)).get_text_config()
     key = type(text).attribute_map.get("num_hidden_layers", "num_hidden_layers")
     (folder / "config.json").write_text(json.dumps(shorten_config(source.config, key, total, count)))

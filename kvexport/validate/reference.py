@@ -17,8 +17,8 @@ from kvexport.export.graph.layers import layer_list
 from kvexport.export.graph.tracer import layer_attributes, used_slots
 from kvexport.export.hooks.attention import IMPLEMENTATION, TokenLogits, attending, output_projection
 from kvexport.export.hooks.recurrence import RecurrentCache, recurring
-from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.hf_model import fix_rotary_frequencies
+from kvexport.export.model.tensors import Checkpoint
 from kvexport.methods.base import Method
 from kvexport.ops.layer_state import layer_merge_cache, layer_read_attention, layer_vote_attention
 from kvexport.ops.vote_attention import VoteAttentionAttributes

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from kvexport.export.hooks.experts import expert_layouts
-from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.config import load_config
 from kvexport.export.model.hf_model import auto_class, buffers_as_parameters
-from kvexport.export.model.tensors import dense_values
+from kvexport.export.model.tensors import Checkpoint, dense_values
 from kvexport.export.weights.computed import ComputedSpec
 from kvexport.export.weights.specs import weight_specs
 from kvexport.tensor_files.casting import load_tensor

@@ -17,8 +17,8 @@ from safetensors.numpy import load_file, save_file
 import kvexport
 from kvexport.errors import UsageError
 from kvexport.export.build import read_model
-from kvexport.export.model.checkpoint import Checkpoint, facts_of, read_checkpoint
-from kvexport.export.model.tensors import dense_values
+from kvexport.export.model.checkpoint import read_checkpoint
+from kvexport.export.model.tensors import Checkpoint, dense_values
 from kvexport.export.weights.computed import ComputedSpec
 from kvexport.export.weights.specs import weight_specs
 from kvexport.export.weights.write import DATA_FILE, TensorSpec, write_weights
@@ -35,9 +35,9 @@ DOWN = "model.layers.1.mlp.down_proj"
 def test_facts_of_a_checkpoint_change_with_files_of_packed_weights_alone(tmp_path: Path, tiny_checkpoint: Path) -> None:
     quantized(tiny_checkpoint, tmp_path / "quantized", GPTQ, gptq)
     checkpoint = replace(read_checkpoint(tmp_path / "quantized"), tensors={})
-    before = facts_of(checkpoint)
+    before = checkpoint.facts()
     os.utime(tmp_path / "quantized" / "model.safetensors", (1, 1))
-    assert facts_of(checkpoint) != before
+    assert checkpoint.facts() != before
 
 
 def checkpoint_of(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Checkpoint:

@@ -15,14 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
-from kvexport.export.model.checkpoint import Checkpoint, read_checkpoint, refuse_link
-from kvexport.export.model.tensors import Source
+from kvexport.export.model.tensors import Checkpoint, Source
 from kvexport.files import json_digest
-from kvexport.recipe.fields import Recipe
 from kvexport.tensor_files.casting import load_tensor, read_rows, row_blocks
 from kvexport.tensor_files.entry import TensorEntry
 from kvexport.tensor_files.peft import CONFIG, WEIGHTS, AdapterFiles, matching_name, read_adapter
-from kvexport.tensor_files.shards import some_names
+from kvexport.tensor_files.shards import refuse_link, some_names
 
 
 @dataclass(frozen=True)
@@ -68,12 +66,6 @@ class Adapted:
     def order(self) -> NDArray[np.int64]:
         """Raise NotImplementedError: the columns of an adapted float weight are in the order of the input features."""
         raise NotImplementedError
-
-
-def read_recipe_checkpoint(folder: Path, recipe: Recipe) -> Checkpoint:
-    """Read the headers of a recipe's checkpoint in `folder`, with the adapter of `weights.merge_adapter` added."""
-    checkpoint, adapter = read_checkpoint(folder), recipe.weights.merge_adapter
-    return checkpoint if adapter is None else merge_adapter(checkpoint, Path(adapter))
 
 
 def merge_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:

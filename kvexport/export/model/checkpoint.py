@@ -7,67 +7,52 @@ tensors are those that the model needs; `kvexport.export.weights.write` compares
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.export.added_tokens import OLDER
 from kvexport.export.model import wheel
+from kvexport.export.model.adapter import merge_adapter
 from kvexport.export.model.gguf import read_gguf
 from kvexport.export.model.gguf_model import cached_texts, tensors_of
 from kvexport.export.model.hub import download
 from kvexport.export.model.quantized.methods import quantization_of, read_quantized
-from kvexport.export.model.tensors import Source
+from kvexport.export.model.tensors import Checkpoint
 from kvexport.tensor_files.entry import TensorEntry
-from kvexport.tensor_files.shards import INDEX, is_present, list_shards, parse_object, read_file, read_shard, some_names
+from kvexport.tensor_files.shards import (
+    INDEX,
+    is_present,
+    list_shards,
+    parse_object,
+    read_file,
+    read_shard,
+    refuse_link,
+    some_names,
+)
 
 GGUF = ".gguf"
 _HUB_ID = re.compile(r"\b[\w.-]+\b/\b[\w.-]{1,96}\b", re.ASCII)
-_OWN: set[Path] = set()  # see `own_links`
+# Files that an artifact takes over as they are
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""Files that an artifact takes over as they are."""
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A validated checkpoint."""
+def open_checkpoint(path: str, revision: str | None, *, weights: bool = True, adapter: str | None = None) -> Checkpoint:
+    """Find a checkpoint, check its files, read its headers, and add a LoRA adapter to its weights.
 
-    path: Path  # folder of config and tokenizer, and of the weights unless these are in a GGUF file
-    config: dict[str, Any]  # content of config.json
-    tensors: dict[str, TensorEntry]
-    generation_config: dict[str, Any]  # content of generation_config.json; empty if there is none
-    # Sha256 (hex) over the bytes of config.json and, in the order of names, every shard's name, size and header. No
-    # weight is read, so two trained versions of the same architecture in equal files have the same fingerprint.
-    fingerprint: str
-    # Weights that are computed from tensors, such as packed ones, by the name that the weight would have
-    computed: Mapping[str, Source] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()  # notes on content that is not kept unchanged
-    files: tuple[Path, ...] = ()  # files of the weights, also of packed ones
-
-    def require_folder(self, purpose: str) -> None:
-        """Raise UsageError if the weights are in a GGUF file, because `purpose` needs a config that can be changed."""
-        if any(entry.file.suffix == GGUF for entry in self.tensors.values()):
-            raise UsageError(
-                f"{purpose} takes a checkpoint of safetensors, and the weights are in a GGUF file",
-                "--set model.path=DIRECTORY of the checkpoint that the file was made of",
-            )
-
-
-def facts_of(checkpoint: Checkpoint) -> list[Any]:
-    """Return JSON values that change when a checkpoint does: its fingerprint, and the size and time of its files."""
-    facts = []
-    for file in sorted(checkpoint.files):
-        try:
-            status = file.stat()
-        except FileNotFoundError:  # it is being replaced
-            facts.append((file.name, 0, 0))
-        else:
-            facts.append((file.name, status.st_size, status.st_mtime_ns))
-    return [checkpoint.fingerprint, facts]
+    Without `weights` those of a hub's model are not downloaded, unless they are quantized: only headers tell the size
+    of packed weights.
+    """
+    folder = resolve_checkpoint(path, revision, weights=weights)
+    here = Path(path).is_dir() or is_gguf(path) or path.startswith(wheel.WHEEL)
+    checkpoint = read_checkpoint(folder, weights=weights or here)
+    if not (weights or here) and quantization_of(folder, checkpoint.config):
+        checkpoint = read_checkpoint(resolve_checkpoint(path, revision))
+    return merge_adapter(checkpoint, Path(adapter)) if adapter and checkpoint.files else checkpoint
 
 
 def resolve_checkpoint(path: str, revision: str | None, *, weights: bool = True) -> Path:
@@ -102,8 +87,11 @@ def is_gguf(path: str) -> bool:
     return path.endswith(GGUF) and Path(path).is_file()
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
-    """Read the headers of a checkpoint, and check that they fit each other and their files."""
+def read_checkpoint(path: Path, *, weights: bool = True) -> Checkpoint:
+    """Read the headers of a checkpoint, and check that they fit each other and their files.
+
+    Without `weights` only the config and the texts of a folder are read.
+    """
     if path.suffix == GGUF and path.is_file():
         return _from_gguf(path)
     if not path.is_dir():
@@ -121,6 +109,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
     generation = path / "generation_config.json"
     refuse_link(generation)
     generation_config = parse_object(generation, read_file(generation)) if is_present(generation) else {}
+
+    texts = _texts(path)
+    if not weights:
+        return Checkpoint(path, config, {}, generation_config, "", texts=texts)
 
     digest = hashlib.sha256()
     tensors: dict[str, TensorEntry] = {}
@@ -147,10 +139,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
         tensors.update((name, entry) for name, entry in shard.tensors.items() if promised is None or name in promised)
     files = tuple((path / name).resolve() for name in shards)
     if quantization is None:
-        return Checkpoint(path, config, tensors, generation_config, digest.hexdigest(), files=files)
+        return Checkpoint(path, config, tensors, generation_config, digest.hexdigest(), files=files, texts=texts)
     computed, used, notes = read_quantized(quantization, tensors)
     rest = {name: entry for name, entry in tensors.items() if name not in used}
-    return Checkpoint(path, config, rest, generation_config, digest.hexdigest(), computed, tuple(notes), files)
+    return Checkpoint(path, config, rest, generation_config, digest.hexdigest(), computed, tuple(notes), files, texts)
 
 
 def _from_gguf(path: Path) -> Checkpoint:
@@ -160,44 +152,18 @@ def _from_gguf(path: Path) -> Checkpoint:
     config, generation = (
         parse_object(texts / name, read_file(texts / name)) for name in ("config.json", "generation_config.json")
     )
-    return Checkpoint(texts, config, tensors, generation, gguf.digest, computed, files=(path,))
+    return Checkpoint(texts, config, tensors, generation, gguf.digest, computed, files=(path,), texts=_texts(texts))
 
 
-@contextmanager
-def own_links(folder: Path) -> Iterator[None]:
-    """Allow symbolic links in the checkpoint `folder` that lead out of it, within this context.
-
-    kvexport itself writes this checkpoint, for example as links to another checkpoint's files.
-    """
-    real = folder.resolve()
-    _OWN.add(real)
-    try:
-        yield
-    finally:
-        _OWN.discard(real)
-
-
-def refuse_link(file: Path) -> None:
-    """Raise UsageError if a file of a checkpoint is a link that leads elsewhere or back to itself.
-
-    Such a link could copy any file of this machine into an artifact. Links within the checkpoint are allowed, and so
-    are those of the hub's cache, from snapshots/COMMIT to blobs.
-    """
-    loop = UsageError(f"{file} is a link that leads back to itself", f"download {file.name} again")
-    try:
-        folder, real = file.parent.resolve(), file.resolve()
-    except (OSError, RuntimeError) as error:
-        raise loop from error
-    if real.is_symlink():  # Python 3.13 resolves a circle to one of its links
-        raise loop
-    if folder in _OWN:
-        return
-    hub = folder.parent.parent if folder.parent.name == "snapshots" else None
-    if not any(real.is_relative_to(own) for own in (folder, *([hub / "blobs"] if hub else []))):
-        raise UsageError(
-            f"{file} is a link out of the checkpoint, to {real}",
-            f"where that is meant: cp --remove-destination {shlex.quote(str(real))} {shlex.quote(str(file))}",
-        )
+def _texts(path: Path) -> tuple[Path, ...]:
+    """Return the files of a checkpoint that an artifact takes over as they are, and check all that it reads."""
+    refuse_link(path / OLDER)
+    texts = [path / name for name in TOKENIZER_FILES if os.path.lexists(path / name)]
+    for file in texts:
+        if not file.is_file():  # a link that loops or leads nowhere, a folder, a device
+            raise UsageError(f"{file} is no file", f"download the files of {path} again")
+        refuse_link(file)
+    return tuple(texts)
 
 
 def refuse_remote_code(config: Mapping[str, Any]) -> None:

@@ -62,15 +62,6 @@ def load_config(source: str, recipe: Recipe) -> Any:
     return config
 
 
-def says_quantized(source: str, revision: str | None) -> bool:
-    """Return whether the config.json of a folder or hub id declares quantized weights; False if it cannot be read."""
-    try:
-        raw, _ = PretrainedConfig.get_config_dict(source, revision=revision)
-    except Exception:  # load_config says what is wrong with it
-        return False
-    return bool(raw.get("quantization_config") or raw.get("compression_config"))
-
-
 def _refuse_length(recipe: Recipe, kind: str, positions: int) -> NoReturn:
     if recipe.cache.positions == "cache":
         raise UsageError(

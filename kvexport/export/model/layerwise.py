@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from kvexport.errors import KvexportError, UsageError
 from kvexport.export.hooks.attention import IMPLEMENTATION, Attending, PassThroughCache, attending
-from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.config import first_line_of
 from kvexport.export.model.hf_model import parameter_sources
 from kvexport.export.model.streamed import float_model, stream_weights
+from kvexport.export.model.tensors import Checkpoint
 from kvexport.quiet import quiet_exporter
 from kvexport.recipe.fields import Recipe
 

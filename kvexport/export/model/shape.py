@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from kvexport.export.model.tensors import Checkpoint
 from kvexport.plan.cache import CachePlan, LayerGeometry
 
 
 class ModelShape(NamedTuple):
     """A checkpoint and its model before the build."""
 
-    checkpoint: Any  # checkpoint; None if only its config was read
+    checkpoint: Checkpoint
     model: Any  # model of transformers, whose parameters are fake tensors
     mode: Any  # mode of these fake tensors
     geometry: list[LayerGeometry]  # attention of every layer

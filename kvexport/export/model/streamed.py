@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.config import load_config
 from kvexport.export.model.hf_model import buffers_as_parameters, on_meta
-from kvexport.export.model.tensors import dense_values
+from kvexport.export.model.tensors import Checkpoint, dense_values
 from kvexport.recipe.fields import Recipe
 from kvexport.tensor_files.casting import load_tensor, read_rows
 

@@ -1,15 +1,18 @@
-"""Two kinds of weights of a checkpoint: a tensor in one of its files, or a source that computes the weight."""
+"""A checkpoint that was read. A weight is a tensor in one of its files, or a source that computes it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvexport.errors import UsageError
 from kvexport.ops.packed import PackedFormat, dequantize, pack
+from kvexport.tensor_files.entry import TensorEntry
 
 Array = NDArray[Any]
 
@@ -46,6 +49,44 @@ class Source(Protocol):
     def order(self) -> NDArray[np.int64]:
         """Return the stored order [inputs] of the columns of a weight whose packed format is `ordered` (act-order)."""
         ...
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files were checked and whose headers were read."""
+
+    path: Path  # folder of config and tokenizer, and of the weights unless these are in a GGUF file
+    config: dict[str, Any]  # content of config.json
+    tensors: dict[str, TensorEntry]
+    generation_config: dict[str, Any]  # content of generation_config.json; empty if there is none
+    # Sha256 (hex) over the bytes of config.json and, in the order of names, every shard's name, size and header. No
+    # weight is read, so two trained versions of the same architecture in equal files have the same fingerprint.
+    fingerprint: str
+    # Weights that are computed from tensors, such as packed ones, by the name that the weight would have
+    computed: Mapping[str, Source] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # notes on content that is not kept unchanged
+    files: tuple[Path, ...] = ()  # files of the weights, also of packed ones; none if only the config was read
+    texts: tuple[Path, ...] = ()  # files that an artifact takes over as they are
+
+    def require_folder(self, purpose: str) -> None:
+        """Raise UsageError if the weights are in a GGUF file, because `purpose` needs a config that can be changed."""
+        if any(entry.file.suffix == ".gguf" for entry in self.tensors.values()):
+            raise UsageError(
+                f"{purpose} takes a checkpoint of safetensors, and the weights are in a GGUF file",
+                "--set model.path=DIRECTORY of the checkpoint that the file was made of",
+            )
+
+    def facts(self) -> list[Any]:
+        """Return JSON values that change when the checkpoint does: fingerprint, and size and time of every file."""
+        files: list[Any] = []
+        for file in sorted(self.files):
+            try:
+                status = file.stat()
+            except FileNotFoundError:  # it is being replaced
+                files.append((file.name, 0, 0))
+            else:
+                files.append((file.name, status.st_size, status.st_mtime_ns))
+        return [self.fingerprint, files]
 
 
 @dataclass(frozen=True)

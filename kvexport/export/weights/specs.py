@@ -16,11 +16,10 @@ from kvexport.export.graph.tracer import initializer_names
 from kvexport.export.hooks.attention import output_projection
 from kvexport.export.hooks.experts import chosen_shares, expert_layouts
 from kvexport.export.hooks.latent import expansion_weights
-from kvexport.export.model.checkpoint import Checkpoint
 from kvexport.export.model.conversion import PLAIN, assembled_parameters
 from kvexport.export.model.hf_model import parameter_sources
 from kvexport.export.model.packed_experts import refuse_other_router, why_floats
-from kvexport.export.model.tensors import Dense, Source
+from kvexport.export.model.tensors import Checkpoint, Dense, Source
 from kvexport.export.weights.computed import ComputedSpec
 from kvexport.export.weights.nbits import NBits, nbits_specs
 from kvexport.export.weights.quantize import Rounded, fitting_group
@@ -164,19 +163,19 @@ def _problem(packing: PackedFormat, recipe: Recipe, *, picked: bool = False) -> 
     )
 
 
-def weight_bytes(checkpoint: Checkpoint | None, model: Any, recipe: Recipe) -> int:
+def weight_bytes(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> int:
     """Return the bytes of the weights in an artifact; tied weights count once."""
-    if checkpoint is not None:
+    if checkpoint.files:
         return total_bytes(stored_specs(weight_specs(checkpoint, model, recipe), recipe))
     return sum(_parameter_bytes(model, recipe).values())
 
 
-def expert_bytes(checkpoint: Checkpoint | None, model: Any, recipe: Recipe) -> tuple[int, int]:
+def expert_bytes(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> tuple[int, int]:
     """Return the bytes of the experts' weights in an artifact, and the bytes that a decode step of one token reads."""
     shares = chosen_shares(model)
     if not shares:
         return 0, 0
-    if checkpoint is None:
+    if not checkpoint.files:
         sizes = _parameter_bytes(model, recipe)
     else:
         written = {spec.name: spec.nbytes for spec in weight_specs(checkpoint, model, recipe)}

@@ -14,7 +14,7 @@ import kvexport
 from kvexport.artifact.reading import load_manifest
 from kvexport.errors import UsageError
 from kvexport.export.build import plan_memory, read_model
-from kvexport.export.model.checkpoint import TensorEntry, read_checkpoint
+from kvexport.export.model.checkpoint import read_checkpoint
 from kvexport.export.model.gguf import GgufWeight
 from kvexport.export.model.tensors import dense_values
 from kvexport.export.weights.computed import ComputedSpec
@@ -22,6 +22,7 @@ from kvexport.export.weights.quantize import Rounded, fitting_group, round_group
 from kvexport.export.weights.specs import weight_specs
 from kvexport.ops.packed import PackedFormat
 from kvexport.recipe.fields import Recipe
+from kvexport.tensor_files.entry import TensorEntry
 from kvexport.validate.runner import validate_artifact
 from tests.support.tiny_model import RECIPE
 

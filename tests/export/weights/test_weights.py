@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvexport.errors import UsageError
-from kvexport.export.model.checkpoint import TensorEntry, read_checkpoint
+from kvexport.export.model.checkpoint import read_checkpoint
 from kvexport.export.weights.write import (
     Location,
     SharedWeights,
@@ -29,6 +29,7 @@ from kvexport.export.weights.write import (
     write_weights,
 )
 from kvexport.tensor_files.casting import load_tensor
+from kvexport.tensor_files.entry import TensorEntry
 
 TORCH = {"float32": torch.float32, "float16": torch.float16}
 STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -16,14 +16,11 @@ _STRUCTURE = b",:[{"
 
 
 class TooManyValues(ValueError):
-    """The error for JSON with more values and keys than are allowed."""
-
     def __init__(self, most: int) -> None:
         super().__init__(f"more than {most} JSON values and keys")
 
 
 def read_json(text: str | bytes, most: int = MOST_VALUES, *, cut: bool = False) -> Any:
-    """Return the value of a JSON text, which may end early with `cut`. All its numbers are finite."""
     data = text.encode() if isinstance(text, str) else text
     if count_values(data, most) > most:
         raise TooManyValues(most)
@@ -66,7 +63,6 @@ def _escaped(text: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 
 def _finite(value: Any) -> bool:
-    """Return whether all numbers of parsed JSON are finite (1e999 is parsed as infinity)."""
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, dict):

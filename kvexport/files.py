@@ -50,7 +50,6 @@ def write_file(path: Path, content: bytes | str) -> None:
 
 
 def sync(file: BinaryIO) -> None:
-    """Write an open file to the disk."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -66,7 +65,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def json_digest(content: Any) -> str:
-    """Return the SHA-256, in hex, of a value's JSON with sorted keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -16,14 +16,11 @@ TORCH_BYTES = 1 << 30
 
 
 class Threads(NamedTuple):
-    """The number of threads of a model on this machine."""
-
     number: int
     # Why there are fewer threads than physical cores; empty if every physical core has a thread
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Return the number of threads and the reasons for it."""
         return f"{self.number}: {'; '.join(self.reasons)}" if self.reasons else f"{self.number}: one for each core"
 
 
@@ -151,7 +148,6 @@ def require_address_space() -> None:
 
 
 def read_system_file(path: Path) -> str:
-    """Return the text of a file of the system, "" if it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:

@@ -32,8 +32,6 @@ VERBS = {
 
 @dataclass(frozen=True)
 class Package:
-    """A Python distribution that kvexport may need."""
-
     name: str  # name of the distribution
     module: str  # module that it provides
     minimum: str  # oldest version that works
@@ -77,8 +75,6 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class PackageState:
-    """The state of a package on this machine."""
-
     package: Package
     version: str | None  # installed version; None if it is not installed
     problem: str  # reason why the package cannot be used; "" if it can
@@ -97,7 +93,6 @@ def require(verb: str) -> None:
 
 
 def missing_package(error: ImportError, packages: Sequence[Package]) -> EnvironmentProblem | None:
-    """Return the error to show for a failed import."""
     module = (error.name or "").partition(".")[0]
     if module == "kvexport":
         return None
@@ -170,12 +165,10 @@ def with_requirements(names: Iterable[str]) -> set[str]:
 
 
 def canonical(name: str) -> str:
-    """Return the name of a distribution in lower case, with hyphens."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def needs(verb: str, package: Package) -> bool:
-    """Return whether the command `kvexport VERB` needs the Python package."""
     if package.name == "polygraphy":
         return verb == "validate"
     return package.extra == "run" or package.extra == VERBS[verb]

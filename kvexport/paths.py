@@ -10,7 +10,6 @@ TEXT = PACKAGE / "validate" / "text.txt"
 
 
 def native_folder() -> Path:
-    """Return the folder of the compiled native operators and plugins."""
     return PACKAGE / "_native"
 
 

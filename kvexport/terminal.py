@@ -12,9 +12,7 @@ from typing import Protocol
 class Task(Protocol):
     """A task in progress, such as a download, whose progress is shown to the user."""
 
-    def advance(self, amount: int) -> None:
-        """Add to the finished amount of the task, in the unit of its total."""
-        ...
+    def advance(self, amount: int) -> None: ...
 
 
 Progress = AbstractContextManager[Task]
@@ -27,22 +25,15 @@ class _Quiet:
 
 @contextmanager
 def silent(label: str, total: int | None = None) -> Iterator[Task]:
-    """Run a task without showing its progress."""
     yield _Quiet()
 
 
 def say(line: str) -> None:
-    """Print a line for the user on stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 def show(label: str, total: int | None = None) -> Progress:
-    """Show the progress of a task on stderr, as a bar or as plain lines.
-
-    Args:
-        label: Name of the task.
-        total: The total amount, in bytes or tokens; None if unknown.
-    """
+    """Show the progress of a task on stderr, as a bar or as plain lines."""
     return _bar(label, total) if sys.stderr.isatty() else _line(label, total)
 
 

@@ -151,7 +151,6 @@ def _listed(root: Path, manifest: dict[str, Any]) -> dict[str, tuple[str, int]]:
 
 
 def damaged(root: Path, problem: str) -> ArtifactError:
-    """Return the error for a damaged artifact in the directory `root`."""
     return ArtifactError(
         f"the artifact {root} is damaged: {problem}",
         f"remove it and run kvexport build --recipe NAME --out {shlex.quote(str(root))} again",

@@ -28,16 +28,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file of an artifact in its manifest."""
-
     sha256: str  # SHA-256 in hexadecimal
     bytes: int  # size
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The description of the checkpoint's model in an artifact's manifest."""
-
     type: str  # type of the model in its config
     fingerprint: str  # A digest of the checkpoint's headers
     vocabulary: Count  # number of logits
@@ -48,14 +44,11 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Graphs:
-    """The file names of an artifact's ONNX graphs."""
-
     decoder: str
     merge: str | None  # merge, or None if no layer merges
     top_logits: str | None = None  # graph that finds the largest logits. Older artifacts have none.
 
     def files(self) -> Iterator[tuple[str, str]]:
-        """Yield the name and the file name of every ONNX graph of an artifact."""
         graphs = ((name, getattr(self, name)) for name in ("decoder", "merge", "top_logits"))
         yield from ((name, file) for name, file in graphs if file is not None)
 
@@ -72,8 +65,6 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """An artifact's manifest."""
-
     name: str  # name of the recipe
     recipe: Recipe
     model: ModelFacts  # checkpoint's model
@@ -97,7 +88,6 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """The size of all files of the artifact in bytes."""
         return sum(entry.bytes for entry in self.files.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -120,7 +110,6 @@ class Manifest:
 
 
 def parse_manifest(root: Path, raw: Mapping[str, Any]) -> Manifest:
-    """Return the manifest of an artifact."""
     data = dict(raw)
     if isinstance(recipe := data.get("recipe"), dict):
         data |= {"recipe": {key: value for key, value in recipe.items() if key != "name"}, "name": recipe.get("name")}
@@ -147,7 +136,6 @@ def parse_manifest(root: Path, raw: Mapping[str, Any]) -> Manifest:
 
 
 def _check_limits(root: Path, manifest: Manifest) -> None:
-    """Check that the limits of an artifact are those of its recipe."""
     recipe = manifest.recipe
     expected = {
         "max_length": recipe.limits.max_length,
@@ -161,7 +149,6 @@ def _check_limits(root: Path, manifest: Manifest) -> None:
 
 
 def _check_cache(root: Path, place: str, cache: LayerCache) -> None:
-    """Check that the state of a KV cache in a manifest can be allocated."""
     for size in fields(cache):
         value = getattr(cache, size.name)
         least = 1 if size.name in ("key_size", "value_size", "budget", "capacity") else 0
@@ -212,13 +199,11 @@ def parse_fields(root: Path, kind: type[T], data: Any, above: str = "") -> T:
 
 
 def require_file(root: Path, manifest: Manifest, field: str, name: str) -> None:
-    """Check that an artifact's manifest lists a file."""
     if name not in manifest.files:
         raise unusable(root, field, f"should be a file of the artifact, found {_shown(name)}, which is not listed")
 
 
 def unusable(root: Path, place: str, problem: str) -> ArtifactError:
-    """Return the error for a field of the manifest that this kvexport cannot use."""
     return ArtifactError(
         f"the manifest of {root} cannot be used: {place[:200]} {problem}",
         f"kvexport build MODEL --out {shlex.quote(str(root))}, or with --recipe NAME if it was built from a recipe",

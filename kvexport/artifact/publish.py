@@ -321,7 +321,6 @@ def _replace_in_two_steps(work: Path, target: Path) -> None:
 
 
 def _disk_full(error: BaseException, work: Path) -> EnvironmentProblem | None:
-    """Return the error to show if a full disk or quota caused `error`, otherwise None."""
     cause: BaseException | None = (
         None if isinstance(error, KvexportError) or not isinstance(error, Exception) else error
     )
@@ -355,5 +354,4 @@ def _newest(work: Path) -> Path:
 
 
 def quoted(path: Path) -> str:
-    """Return a path quoted for a shell."""
     return shlex.quote(str(path))

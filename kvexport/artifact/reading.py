@@ -15,7 +15,6 @@ from kvexport.errors import ArtifactError, UsageError
 
 
 def load_manifest(path: Path, *, verify: bool = True, later: Collection[str] = ()) -> Manifest:
-    """Check the artifact at `path` with every file that its manifest lists, and return the manifest."""
     path = Path(path)
     return parse_manifest(path, load_checked(path, verify=verify, later=later))
 
@@ -96,7 +95,6 @@ def _comes_back(target: Path) -> bool:
 
 
 def _checked_unless_replaced(root: Path, verify: bool, later: Collection[str]) -> dict[str, Any] | None:
-    """Return an artifact's manifest after all checks, or None if another artifact replaced it during the check."""
     try:
         # The open descriptor keeps the inode number from being given to the artifact that replaces this one.
         descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

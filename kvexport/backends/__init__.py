@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def get(name: str) -> Backend:
-    """Return the registered backend (ONNX Runtime or TensorRT) called `name`."""
     from kvexport.backends.sections import names
 
     if name not in names():
@@ -35,7 +34,6 @@ def all_backends() -> list[Backend]:
 
 
 def packages() -> tuple[Package, ...]:
-    """Return every Python package that kvexport or one of its backends needs."""
     from kvexport.packages import PACKAGES
 
     return (*PACKAGES, *(package for backend in all_backends() for package in backend.packages))

@@ -40,15 +40,12 @@ def second_input(module: str) -> str:
 
 
 def largest_bytes(recipe: Recipe, targets: Mapping[str, tuple[int, int]]) -> int:
-    """Return the bytes of the largest number and rank of adapters that a recipe allows for projections `targets`."""
     rows = 1 + recipe.adapters.count * recipe.adapters.rank
     return rows * sum(map(sum, targets.values())) * np.dtype(recipe.model.dtype).itemsize if targets else 0
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """One LoRA adapter of a loaded model."""
-
     name: str  # name that requests use
     digest: str  # SHA-256 of its files. Snapshots and prefixes of its sequences contain this digest.
     rows: range  # its rows in the matrices of all adapters
@@ -56,8 +53,6 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Adapters:
-    """All LoRA adapters of a loaded model."""
-
     by_name: Mapping[str, Adapter] = field(default_factory=dict)
     # Matrices of all adapters by the name of the decoder's input. The first row is 0 and belongs to no adapter: calls
     # without adapters read only this row.
@@ -65,17 +60,14 @@ class Adapters:
 
     @property
     def rows(self) -> int:
-        """The number of rows of the matrices of all adapters."""
         return 1 + sum(len(adapter.rows) for adapter in self.by_name.values())
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The type of the matrices."""
         return next(iter(self.tensors.values())).dtype
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the matrices."""
         return sum(array.nbytes for array in self.tensors.values())
 
     @property
@@ -86,7 +78,6 @@ class Adapters:
         return {ROWS: (1, 1, self.rows), **{name: array.shape for name, array in self.tensors.items()}}
 
     def unused(self, batch: int) -> dict[str, NDArray[Any]]:
-        """Return the decoder's inputs for adapters in a call of `batch` sequences without any."""
         if not self.tensors:
             return {}
         rows = np.zeros((batch, 1, 1), self.dtype)
@@ -143,7 +134,6 @@ def _short(model: str) -> str:
 
 
 def _rank(adapter: AdapterFiles, most: int) -> int:
-    """Return the largest rank of an adapter's matrices. Raise UsageError if it is above `most`."""
     rank = max(first.shape[0] for first, _ in adapter.pairs.values())
     if rank > most:
         raise UsageError(
@@ -159,7 +149,6 @@ def _fill(
     rows: range,
     targets: Mapping[str, tuple[int, int]],
 ) -> None:
-    """Write the matrices of one adapter into its rows of the matrices of all adapters."""
     for module, (first, second) in adapter.pairs.items():
         name = matching_name(module, targets)
         if name is None:

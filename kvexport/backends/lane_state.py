@@ -34,7 +34,6 @@ class SlotPlace(NamedTuple):
 
 
 def slot_places(plan: CachePlan) -> dict[str, SlotPlace]:
-    """Return the place of the slots in each state tensor of a lane, by input name."""
     places = {
         tensor.past(i): SlotPlace(None if tensor.slot_axis is None else tensor.slot_axis - 1, layer)
         for i, layer in enumerate(plan.caches)
@@ -44,12 +43,7 @@ def slot_places(plan: CachePlan) -> dict[str, SlotPlace]:
 
 
 def used_slots(votes: NDArray[np.float32], capacity: Sequence[int]) -> int:
-    """Return the number of slots in use of the fullest KV head: those up to its last slot with votes.
-
-    Args:
-        votes: [S], the votes of a layer.
-        capacity: The slots of every KV head.
-    """
+    """Return the number of slots in use of the fullest KV head: those up to its last slot with votes."""
     if len({*capacity}) == 1:
         used = np.flatnonzero((votes.reshape(len(capacity), -1) != 0).any(axis=0))
         return int(used[-1]) + 1 if used.size else 0
@@ -62,7 +56,6 @@ def votes_names(plan: CachePlan) -> list[str]:
 
 
 def without_last(plan: CachePlan, votes: Mapping[str, NDArray[Any]], count: int) -> dict[str, NDArray[Any]]:
-    """Return the votes of a lane's KV-cache slots without the last `count` tokens of every head."""
     places, result = slot_places(plan), {}
     for name, array in votes.items():
         cache = places[name].cache

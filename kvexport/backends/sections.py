@@ -58,15 +58,7 @@ def on_gpu(values: Mapping[str, Any]) -> bool:
 
 
 def device_settings(name: str | None, device: str) -> list[str]:
-    """Return the settings of a recipe for a build with `--device`.
-
-    Args:
-        name: The backend's name; None for the default.
-        device: cpu, cuda or auto.
-
-    Raises:
-        UsageError: The backend does not run on the device, or does not let choose.
-    """
+    """Return the settings of a recipe for a build with `--device`."""
     from kvexport.errors import UsageError
 
     settings = getattr(_module(name or default()), "device_settings", None)

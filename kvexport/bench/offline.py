@@ -50,7 +50,6 @@ class Result:
     prefill: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all benchmark figures as plain data."""
         return asdict(self)
 
 
@@ -113,7 +112,6 @@ def _shown(contexts: Sequence[int], what: str, show: Show | None) -> Iterator[in
 
 
 def _prefill(engine: Engine, prompt: list[int], chunk: int) -> float:
-    """Return the seconds that prefill of a prompt takes, from the first call to the logits after the prompt."""
     every, prompts = engine.manifest.limits.merge_every, engine.manifest.recipe.cache.merge_prompts
     lanes = Lanes(engine.new_state(1), engine.plan, 1, prefill_chunk=chunk, merge_every=every, merge_prompts=prompts)
     start = time.perf_counter()
@@ -146,7 +144,6 @@ def _decode(engine: Engine, prompts: Sequence[Sequence[int]], steps: int) -> tup
 
 
 def sections(result: Result) -> list[Section]:
-    """Return the sections of the report on a benchmark's result."""
     facts: dict[str, str | int] = {
         "artifact": result.artifact,
         "method": result.method,

@@ -122,7 +122,6 @@ class CacheDrafter:
         self._selected.state.write(lane, {}, length)
 
     def _used(self, i: int, full: Mapping[str, NDArray[Any]], length: int) -> int:
-        """Return the number of slots that the full KV cache of layer `i` uses."""
         return int(np.count_nonzero(full[f"past_key_values.{i}.votes"][0])) if self._full.caches[i].merges else length
 
     def _slots(self, i: int, full: LaneTensors, entries: Slots) -> Slots:
@@ -139,5 +138,4 @@ class CacheDrafter:
 
 
 def _bytes_read(plan: CachePlan, lengths: Sequence[int]) -> int:
-    """Return the bytes of keys and values that a decode step reads for sequences of the given lengths in tokens."""
     return sum(layer.slot_bytes() * min(length, layer.budget[0]) for layer in plan.caches for length in lengths)

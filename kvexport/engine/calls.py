@@ -39,11 +39,7 @@ class ModelCalls:
         self._chunk, self._max_length = chunk, max_length
 
     def rows_within(self, seconds: float | None) -> int | None:
-        """Return how many rows a call for prompts computes in this time.
-
-        Args:
-            seconds: The time; None for no limit.
-        """
+        """Return how many rows a call for prompts computes in this time."""
         if seconds is None:
             return None
         return int(seconds / self._row_seconds) if self._row_seconds else 0

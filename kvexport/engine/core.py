@@ -110,7 +110,6 @@ class EngineCore:
         return self.manifest.recipe.cache.periodic.slots is not None
 
     def new_state(self, lanes: int) -> ModelState:
-        """Return empty KV caches for `lanes` sequences of the engine's model."""
         return self.model.new_state(self.plan, lanes)
 
     def lanes(self, count: int) -> Lanes:
@@ -141,7 +140,6 @@ class EngineCore:
         return self._scheduler.running()
 
     def pending(self) -> list[Request]:
-        """Return all requests of the engine that have not finished: those that wait and those that run."""
         return list(self._requests.values())
 
     @property
@@ -152,7 +150,6 @@ class EngineCore:
     # ---- requests ----
 
     def add(self, request: Request) -> int:
-        """Queue a request until it gets a lane of the batch."""
         with self._turns:
             self._require_open()
             limit = self.options.max_waiting
@@ -299,7 +296,6 @@ class EngineCore:
         self.preemptions += 1
 
     def _expire(self) -> list[Request]:
-        """End the waiting requests whose deadline has passed, and return them."""
         expired = self._scheduler.expired(time.monotonic())
         for request in expired:
             self._scheduler.remove(request)
@@ -357,7 +353,6 @@ class EngineCore:
     # ---- text ----
 
     def settings(self, **overrides: Any) -> GenerationSettings:
-        """Return the checkpoint's default generation settings, changed by `overrides`."""
         return GenerationSettings.from_generation_config(self.generation_config, **overrides)
 
     def encode(self, prompt: Prompt, *, after: Snapshot | None = None) -> Ids:

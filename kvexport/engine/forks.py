@@ -26,7 +26,6 @@ class Forks:
         return len(self._parents)
 
     def read(self, request: Request, rows: Rows, index: int) -> None:
-        """Note that a request's prompt has been read, and store its last row of logits for its forks."""
         if self._scheduler.forks(request):
             request.prompt_end = PromptEnd(rows.row(index).copy(), request.lane)
             self._parents.append(request)

@@ -30,7 +30,6 @@ class LanePool:
 
     @property
     def state(self) -> ModelState:
-        """The state tensors (KV caches) of the pool's lanes."""
         return cast(ModelState, self.lanes.state)
 
     def make(self, needed: int, *, others: bool) -> None:
@@ -44,7 +43,6 @@ class LanePool:
             self.lanes.grow(self.state.grown(count), count)
 
     def drop(self) -> None:
-        """Free all lanes of the pool with their KV caches."""
         self._lanes, self._used = None, {}
 
     def begin(self, lane: int, saved: Saved | None = None) -> None:

@@ -127,7 +127,6 @@ class Lanes:
         return max(min(due, full) - self._added[lane], 0)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy the KV cache and counters of lane `source` to lane `target`."""
         self._state().copy(source, target)
         self._set(target, self.counters(source))
 
@@ -230,7 +229,6 @@ class Lanes:
         *,
         every: bool = False,
     ) -> T:
-        """Append tokens to lanes without a merge afterwards. `every` requires a list for every lane."""
         counts = [len(t) for t in tokens]
         if every and len(counts) != self.count:
             raise ValueError(f"a call takes tokens for each of {self.count} sequences, not for {len(counts)}")
@@ -272,7 +270,6 @@ class Lanes:
     def prefill(
         self, prompts: Sequence[NDArray[np.int64]], on_chunk: Callable[[int, int], None] | None = None
     ) -> NDArray[np.float32]:
-        """Append a whole prompt to each lane, chunk by chunk."""
         last: NDArray[np.float32] | None = None
         longest = max(len(p) for p in prompts)
         for start in range(0, longest, self.prefill_chunk):

@@ -33,7 +33,6 @@ class Prefixes:
         self._passed: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
-        """Return the number of saved prompt prefixes."""
         return len(self._saved)
 
     def keys(self, ids: NDArray[np.int64], adapter: str | None = None) -> Keys:

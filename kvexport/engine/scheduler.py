@@ -56,7 +56,6 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether any request waits or has a lane of the batch."""
         return bool(self.waiting or self._prefilling or self._decoding)
 
     @property
@@ -125,7 +124,6 @@ class Scheduler:
         return (last,), source
 
     def update(self, step: Schedule) -> list[Request]:
-        """Remove the requests that finished in a step, free their lanes, and return them."""
         self._prefilling = [request for request in self._prefilling if request.state is PREFILLING]
         joining = [r for r in (*step.prefill, *self._joining) if r.state is DECODING]
         if joining:
@@ -216,5 +214,4 @@ class Scheduler:
         return request if request is not None and request.state is PREFILLING else None
 
     def count(self, request: Request) -> int:
-        """Return the number of prompt tokens in a request's next chunk."""
         return min(self.chunk, request.unread)

@@ -27,7 +27,6 @@ class EngineThread:
         advanced: Callable[[Sequence[Request]], None],
         failed: Callable[[BaseException], None],
     ) -> None:
-        """Make a thread that has not started."""
         self.engine = engine
         self._advanced, self._failed = advanced, failed
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
@@ -39,11 +38,9 @@ class EngineThread:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs and takes calls."""
         return self._thread.is_alive() and not (self._ending or self._dead)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Call a function in the thread, between two steps."""
         if self._dead:
             raise EngineEndedError("the engine's thread has ended, so the engine answers nothing any more")
         future: Future[T] = Future()

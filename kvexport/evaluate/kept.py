@@ -14,7 +14,6 @@ from kvexport.files import json_digest, write_file
 
 
 def read_result(path: Path, key: str) -> Result | None:
-    """Read the evaluation result stored at `path`, if it was measured under the same `key`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         whole = content["sha256"] == json_digest([content["key"], content["result"]])
@@ -31,6 +30,5 @@ def read_result(path: Path, key: str) -> Result | None:
 
 
 def write_result(path: Path, key: str, result: Result) -> None:
-    """Write an evaluation result to a file. `key` is the digest of everything that the result depends on."""
     values = json.loads(json.dumps(asdict(result)))  # tuples become lists, as in the file
     write_file(path, json.dumps({"key": key, "sha256": json_digest([key, values]), "result": values}, indent=1))

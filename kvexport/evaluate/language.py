@@ -30,9 +30,7 @@ class Language(Protocol):
     lacks: frozenset[str]  # names of tasks that this language cannot express
     start: Ids  # the beginning of a sequence
 
-    def fact(self, name: str, thing: str) -> Ids:
-        """Return the token ids of the statement that `name` has `thing`, for a recall task."""
-        ...
+    def fact(self, name: str, thing: str) -> Ids: ...
 
     def alias(self, name: str, other: str) -> Ids:
         """Return the token ids of the statement that `name` has the same thing as `other`, for a recall task."""
@@ -96,7 +94,6 @@ class Text:
     lacks: frozenset[str] = frozenset()
 
     def __init__(self, tokenizer: Tokenizer, source: str | None = None) -> None:
-        """Prepare the wording of evaluation tasks for a model's tokenizer."""
         self._tokenizer = tokenizer
         self.names, self.things = tiny.NAMES, tiny.THINGS
         self.start = tokenizer.encode("")
@@ -167,7 +164,6 @@ class Text:
 
 
 def language_of(tokenizer: Tokenizer | None, source: str | None = None) -> Language:
-    """Return the wording of evaluation tasks for a model's tokenizer."""
     if tokenizer is None:
         raise UsageError(
             "the checkpoint has no tokenizer.json, so no task can be written for it", "put its tokenizer.json beside it"

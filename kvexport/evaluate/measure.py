@@ -22,8 +22,6 @@ BLOCK = 16  # rows compared at once: 6 MB in float64 for a vocabulary of 50,000
 
 @dataclass(frozen=True)
 class Outcome:
-    """The evaluation figures of one sample (sequence)."""
-
     right: bool  # whether every evaluated token was the most likely one
     nll: float  # mean -ln p of the evaluated tokens, in nats
     kl: NDArray[np.float64]  # KL(full || engine) at every evaluated position, in nats; empty without a reference
@@ -92,7 +90,6 @@ class Judge:
         self._kl, self._agrees = np.zeros(compared), np.zeros(compared, bool)
 
     def take(self, first: int, logs: Logs) -> None:
-        """Compare the log-probabilities at some evaluated positions, from number `first` on."""
         rows = np.arange(first, first + len(logs))
         truth, best = self._truth[rows], logs.argmax(-1)
         self._nll[rows] = -logs[np.arange(len(rows)), truth]
@@ -117,7 +114,6 @@ def run_samples(
     writer: Writer | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[Outcome]:
-    """Run evaluation samples on an engine, and return the figures of each."""
     outcomes = []
     for start in range(0, len(samples), batch):
         batch_samples = samples[start : start + batch]

@@ -28,8 +28,6 @@ class Question:
 
 @dataclass(frozen=True)
 class Passage:
-    """A text with facts in it, and questions about these facts."""
-
     ids: Ids  # token ids of the text
     questions: list[Question]  # one question about each fact
 

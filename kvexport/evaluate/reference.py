@@ -33,7 +33,6 @@ Logs = NDArray[np.float64]  # log-probabilities [rows, vocabulary], nats
 
 
 def log_softmax(logits: NDArray[Any]) -> Logs:
-    """Return the log-softmax over the last axis, in float64."""
     x = logits.astype(np.float64)
     x -= x.max(-1, keepdims=True)
     x -= np.log(np.exp(x).sum(-1, keepdims=True))
@@ -58,7 +57,6 @@ def decode(steps: NDArray[np.uint16]) -> Logs:
 
 
 def needed_bytes(rows: int, vocabulary: int) -> int:
-    """Return the bytes that `rows` positions of log-probabilities over the vocabulary take on disk."""
     return rows * vocabulary * _BYTES
 
 
@@ -80,7 +78,6 @@ class Reference:
     starts: tuple[int, ...]  # first row of every sample
 
     def logs(self, sample: int, first: int, count: int) -> Logs:
-        """Return the full cache's log-probabilities at `count` evaluated positions of a sample, from `first` on."""
         start = self.starts[sample] + first
         return decode(self.steps[start : start + count])
 
@@ -92,7 +89,6 @@ class Writer:
         self._stream, self._starts, self._width = stream, starts, vocabulary * _BYTES
 
     def put(self, sample: int, first: int, logs: Logs) -> None:
-        """Write log-probabilities at evaluated positions of a sample, from number `first` on."""
         self._stream.seek((self._starts[sample] + first) * self._width)
         self._stream.write(encode(logs).tobytes())
 

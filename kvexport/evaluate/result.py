@@ -116,7 +116,6 @@ class Evaluation:
     differences: list[Difference] = field(default_factory=list)  # paired differences of all other labels to `against`
 
     def to_json(self) -> dict[str, Any]:
-        """Return all results of the evaluation as JSON values."""
         return asdict(self)
 
 
@@ -141,7 +140,6 @@ def paired(results: Sequence[Result], against: str) -> list[Difference]:
 
 
 def line(result: Result) -> str:
-    """Return an evaluation result as one line of text."""
     figures = []
     for task, score in result.scores.items():
         right = f" {score.accuracy.value:.3g} right" if score.accuracy else ""
@@ -152,5 +150,4 @@ def line(result: Result) -> str:
 
 
 def named(result: Result) -> str:
-    """Return the compression method and the budget of an evaluation result as text for people."""
     return result.label if result.budget is None else f"{result.label}, {result.slots} slots"

@@ -16,7 +16,6 @@ from kvexport.validate.perturbation import drawings, tables
 
 
 def sections(evaluation: Evaluation) -> list[Section]:
-    """Return the report of an evaluation: summary, tables and plots."""
     out = [
         *_summary(evaluation),
         *_tables(evaluation),
@@ -118,7 +117,6 @@ def _curves(evaluation: Evaluation) -> list[Section]:
     def over_bytes(
         title: str, y_label: str, figure: Callable[[Result], Estimate | None], full: bool = True, **options: Any
     ) -> Plot:
-        """Return a plot of an evaluation figure over the bytes of the KV cache. All plots share this axis."""
         return Plot(
             title, "bytes per sequence", y_label, _series(evaluation, figure, full), x_log=True, x_also=sizes, **options
         )

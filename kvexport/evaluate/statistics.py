@@ -15,8 +15,6 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Estimate:
-    """An estimated figure with its 95 % confidence interval."""
-
     value: float  # figure
     low: float  # lower end of the interval
     high: float  # upper end of the interval

@@ -27,8 +27,6 @@ Metric = Callable[[str, Sequence[str], Sequence[str]], float]
 
 @dataclass(frozen=True)
 class Item:
-    """One item of a benchmark suite: a prompt and the scoring of its answer."""
-
     prompt: str
     max_new_tokens: int
     score: Callable[[str], float]

@@ -86,19 +86,7 @@ def compose(
     question_and_answer: tuple[Ids, Ids],
     depth: float | None = None,
 ) -> Sample:
-    """Compose a sample whose prompt has exactly `length` tokens: facts among filler text, then the question.
-
-    Args:
-        language: The wording.
-        rng: Chooses the places of the statements, which keep their order.
-        length: Tokens of the prompt.
-        statements: The statements.
-        question_and_answer: The question and its answer.
-        depth: If given, the first statement stands at this share of the prompt's sentences.
-
-    Raises:
-        ValueError: The statements do not fit.
-    """
+    """Compose a sample whose prompt has exactly `length` tokens: facts among filler text, then the question."""
     question, answer = question_and_answer
     room = length - len(language.start) - len(question) - sum(map(len, statements))
     if room < 0:

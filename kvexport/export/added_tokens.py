@@ -52,7 +52,6 @@ def complete_tokenizer(folder: Path, older: Mapping[str, Any]) -> None:
 
 
 def _special(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the special tokens that a configuration names."""
     tokens = [config.get(name) for name in _NAMED]
     for name in _LISTED:
         listed = config.get(name) or []
@@ -67,7 +66,6 @@ def _special(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _add(inner: tokenizers.Tokenizer, tokens: list[dict[str, Any]]) -> bool:
-    """Add tokens, and return whether the tokenizer lacked any, or had it with other flags."""
     from tokenizers import AddedToken
 
     before = {repr(token) for token in inner.get_added_tokens_decoder().values()}

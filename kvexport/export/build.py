@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 
 def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
-    """Read a checkpoint's headers, make its model without weights, and plan the recipe's KV cache."""
     import torch
 
     from kvexport.export.hooks.experts import expert_modules

@@ -62,7 +62,6 @@ def rebuild(
 
 
 def _with_backend(saved: Recipe, overrides: Sequence[str]) -> Recipe:
-    """Return the recipe of an artifact's manifest with overrides of its section `backend`."""
     if wrong := [x for x in overrides if not x.startswith("backend.")]:
         raise UsageError(
             f"--set {wrong[0]} would change the graphs, which --from keeps",

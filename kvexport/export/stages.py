@@ -58,8 +58,6 @@ ShowProgress = Callable[[str, int | None], Progress]
 
 @dataclass(frozen=True)
 class Traced:
-    """A decoder's trace, and the other results of the stage that traces it."""
-
     decoder: ir.Model
     # Numbers of inputs and outputs of each projection that takes adapters, by its module
     adapters: dict[str, tuple[int, int]]
@@ -69,7 +67,6 @@ class Traced:
 
 
 def vocabulary_of(shape: ModelShape) -> int:
-    """Return the number of tokens in the vocabulary of a model."""
     count: int = shape.model.config.get_text_config().vocab_size
     return count
 
@@ -93,16 +90,7 @@ def trace_and_write(
     shared: SharedWeights | None,
     progress: ShowProgress,
 ) -> Traced:
-    """Trace the model while another thread writes the weights into `folder` and another process makes the merge graph.
-
-    Args:
-        shape: The model.
-        specs: Its weights.
-        recipe: The recipe.
-        folder: The staging folder of the artifact.
-        shared: Weights of an earlier build; the artifact links to them if they are equal.
-        progress: Shows the bytes of weights that are written.
-    """
+    """Trace the model while a thread writes the weights into `folder` and another process makes the merge graph."""
     method = recipe.cache.build_method()
     write: Callable[[Callable[[int], None]], WrittenWeights]
     if shared is not None and shared.specs == tuple(specs):
@@ -225,7 +213,6 @@ def in_background(work: Callable[[Callable[[int], None]], T], advance: Callable[
 def write_and_digest(
     specs: list[Spec], folder: Path, mode: Literal["copy", "link"], advance: Callable[[int], None]
 ) -> WrittenWeights:
-    """Write weights as `write_weights` does, and also compute the digests of hard-linked files."""
     written = write_weights(specs, folder, mode, advance)
     for name, digest in linked_digests(specs, folder, written):
         written.digests[name] = digest

@@ -35,8 +35,6 @@ _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A model's chat template, which renders messages as a prompt."""
-
     sources: Mapping[str, str]  # templates by name: "default" and perhaps "tool_use", for messages with tools
     tokens: Mapping[str, str]  # special tokens by the names that templates use ("bos_token")
     where: str  # file, for messages
@@ -79,7 +77,6 @@ class ChatTemplate:
         return text
 
     def _text(self, source: str, messages: list[dict[str, Any]], values: Mapping[str, Any]) -> str:
-        """Render messages in the first way in which the template shows them as a whole."""
         texts, error = [], None
         for variant in _variants(messages):
             if self._takes_parts(source):
@@ -130,7 +127,6 @@ def _variants(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 
 
 def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with all system messages merged into the first place."""
     system = [message for message in messages if message["role"] == "system"]
     texts = [message["content"] for message in system if isinstance(message.get("content"), str)]
     if not system or system == messages[:1] or len(texts) < len(system):
@@ -140,7 +136,6 @@ def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose tool calls have their arguments as JSON text."""
     if not isinstance(message.get("tool_calls"), list):
         return message
     calls = []
@@ -185,7 +180,6 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
 
 
 def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens of a tokenizer configuration by name ("bos_token"), each as text."""
     named = {name: value for name, value in config.items() if name.endswith("_token")}
     extra = config.get("extra_special_tokens")
     named |= extra if isinstance(extra, dict) else {}

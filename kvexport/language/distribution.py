@@ -54,7 +54,6 @@ def distribution_of(scores: Floats, settings: GenerationSettings, step: int) -> 
 
 
 def _narrowed(ids: Ids, values: Floats, top_p: float, min_p: float) -> tuple[Ids, npt.NDArray[np.float64]]:
-    """Return the tokens that top_p and min_p keep, with their probabilities."""
     if top_p < 1.0:
         kept = _top_p_indices(values, top_p)
         ids, values = ids[kept], values[kept]

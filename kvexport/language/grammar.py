@@ -69,14 +69,12 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any], *, lenient: bool = False) -> Grammar:
-        """Return the grammar of the JSON texts that a schema allows."""
         if not isinstance(schema, Mapping):
             raise UsageError(f"a JSON schema is an object, found {type(schema).__name__}", 'pass {"type": ...}')
         return cls("json_schema", json_text({**schema, "x-guidance": json_options(lenient=lenient)}))
 
     @classmethod
     def json_object(cls) -> Grammar:
-        """Return the grammar of any JSON object."""
         return cls.json_schema({"type": "object"})
 
 
@@ -94,7 +92,6 @@ def json_options(*, lenient: bool) -> dict[str, Any]:
 
 
 def gbnf(text: str) -> Grammar:
-    """Return the grammar that a text in llama.cpp's syntax (GBNF) describes."""
     if len(text) > _MOST_GBNF:
         raise UsageError(f"the grammar in GBNF has {len(text)} characters", f"give at most {_MOST_GBNF}, or Lark")
     try:
@@ -118,7 +115,6 @@ class Constraint:
         return bool(self._matcher.is_stopped())
 
     def mask(self) -> npt.NDArray[np.bool_]:
-        """Return which tokens the grammar allows next."""
         if self._mask is None:
             start = time.thread_time()
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -129,7 +125,6 @@ class Constraint:
         return self._mask
 
     def accept(self, token: int) -> None:
-        """Advance the grammar's state by the token that was generated."""
         self._mask = None
         if not self._matcher.consume_token(token):
             raise UsageError(
@@ -178,7 +173,6 @@ class Grammars:
         self._compiled: OrderedDict[tuple[Grammar, tuple[int, ...]], llguidance.LLMatcher] = OrderedDict()
 
     def start(self, grammar: Grammar, eos_token_ids: Sequence[int]) -> Constraint:
-        """Return the grammar's state for a new sequence, which any of the eos tokens may end."""
         key = self._key(grammar, eos_token_ids)
         with self._lock:
             matcher = self._compiled.get(key)
@@ -192,7 +186,6 @@ class Grammars:
             return Constraint(matcher.deep_copy(), self.vocabulary)
 
     def has(self, grammar: Grammar, eos_token_ids: Sequence[int]) -> bool:
-        """Return whether a grammar has been compiled already."""
         return self._key(grammar, eos_token_ids) in self._compiled
 
     def _key(self, grammar: Grammar, eos_token_ids: Sequence[int]) -> tuple[Grammar, tuple[int, ...]]:
@@ -200,7 +193,6 @@ class Grammars:
 
     @property
     def _size(self) -> int:
-        """Return a lower bound of the tokenizer's number of tokens."""
         return max(self.vocabulary, self.tokenizer.vocab_size if self.tokenizer else 0)
 
     def _compile(self, grammar: Grammar, eos: tuple[int, ...]) -> llguidance.LLMatcher:

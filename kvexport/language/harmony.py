@@ -20,7 +20,6 @@ _RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.:/-]+)")
 
 
 def has_channels(template: ChatTemplate | None) -> bool:
-    """Return whether a model's answers consist of channels."""
     return template is not None and any(
         "<|channel|>" in source and "<|message|>" in source for source in template.sources.values()
     )
@@ -75,7 +74,6 @@ class ChannelReader:
             pieces.append(self._piece._replace(text=text))
 
     def _begin(self, pieces: list[Piece]) -> None:
-        """Begin the content of a message as its header says."""
         recipient = _RECIPIENT.search(self._header)
         if recipient is not None and recipient[1] in self._names:
             pieces.append(Piece("call", name=recipient[1]))

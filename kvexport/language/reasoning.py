@@ -21,15 +21,12 @@ _TAIL = 8  # tokens at the end of a prompt that may hold the opening marker
 
 
 class Reader(Protocol):
-    """Interface of a streaming parser of the answer text after the reasoning."""
-
     def read(self, text: str, last: bool) -> list[Piece]:
         """Parse more text of an answer, and return the pieces (text, reasoning, tool calls) that are now final."""
         ...
 
 
 def thinks(template: ChatTemplate | None) -> bool:
-    """Return whether a model's chat template has markers of reasoning (<think>)."""
     return template is not None and any(CLOSING in source for source in template.sources.values())
 
 

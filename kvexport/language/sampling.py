@@ -50,7 +50,6 @@ class Sampler:
         constraint: Constraint | None = None,
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
-        """Create the sampler of a sequence that has no generated tokens yet."""
         self.settings = settings
         self.vocab_size = vocab_size
         self._constraint = constraint
@@ -83,7 +82,6 @@ class Sampler:
         return "length" if len(self.generated) >= self.settings.max_new_tokens else None
 
     def next(self, logits: npt.ArrayLike) -> int:
-        """Sample the next token from a row of logits, and remember it."""
         scores = self._scores(logits)
         if self._random is None:
             token = int(scores.argmax())
@@ -181,7 +179,6 @@ class Sampler:
             }
 
     def distribution(self, logits: npt.ArrayLike) -> tuple[Ids, npt.NDArray[np.float64]]:
-        """Return the tokens that `next` could sample with their probabilities, without sampling one."""
         scores = self._scores(logits)
         if self._random is None:
             return np.array([scores.argmax()], dtype=np.int64), np.ones(1)

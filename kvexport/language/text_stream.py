@@ -41,7 +41,6 @@ class TextStream:
         context_ids: Sequence[int] = (),
         shown_ids: Sequence[int] = (),
     ) -> None:
-        """Create the streaming detokenizer of a sequence."""
         if isinstance(stop_strings, str) or not all(stop_strings):
             raise UsageError(f"stop strings are {stop_strings!r}", "give a list of strings, none of them empty")
         self._tokenizer = tokenizer
@@ -82,7 +81,6 @@ class TextStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the `state` of a streaming detokenizer that had the same tokenizer and stop strings."""
         try:
             context, waiting = ([_whole(i) for i in state[name]] for name in ("context", "waiting"))
             decoded, kept_back = _whole(state["decoded"]), str(state["held"])
@@ -127,7 +125,6 @@ class TextStream:
         return out if self.stopped else out + self._kept_back
 
     def _text(self, context: list[int], ids: list[int]) -> str:
-        """Return the text that token ids add after the tokens of `context`."""
         before, whole = self._decode(context), self._decode(context + ids)
         if whole.startswith(before):
             return whole[len(before) :]

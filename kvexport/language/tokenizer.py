@@ -41,7 +41,6 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Load the tokenizer (tokenizer.json) of an artifact's folder."""
         try:
             import tokenizers
         except ImportError as error:
@@ -69,7 +68,6 @@ class Tokenizer:
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """The ids of special tokens, which `decode` skips."""
         return self._special_ids
 
     @cached_property
@@ -100,7 +98,6 @@ class Tokenizer:
         return self._inner.token_to_id(token)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -129,7 +126,6 @@ class Tokenizer:
 
     @cached_property
     def _longest_token(self) -> int:
-        """The number of characters of the longest token."""
         return max(map(len, self._inner.get_vocab(with_added_tokens=True)), default=1) or 1
 
     def least_tokens(self, text: str) -> int:
@@ -150,7 +146,6 @@ class Tokenizer:
             raise _library_error("decode these ids", error) from None
 
     def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
-        """Return whether `decode` gives text for a token id: it has a token, which is not a skipped special one."""
         return (
             not (skip_special_tokens and token_id in self._special_ids)
             and self._inner.id_to_token(token_id) is not None

@@ -32,8 +32,6 @@ class Piece(NamedTuple):
 
 
 class CallReader:
-    """A streaming parser that splits one answer into text and tool calls."""
-
     def __init__(
         self,
         names: Collection[str],
@@ -88,7 +86,6 @@ class CallReader:
             pieces.append(Piece("text", text))
 
     def _read_text(self, pieces: list[Piece], last: bool) -> None:
-        """Add the text before the next opening marker of a tool call to `pieces`."""
         waiting = self._waiting
         at, opening = min(((at, x) for x in self._openings if (at := waiting.find(x)) >= 0), default=(-1, ""))
         if at >= 0:
@@ -248,8 +245,6 @@ class CallParser:
 
 
 class NamedParser(CallParser):
-    """A streaming parser of a tool call that is a name and, behind it, the JSON object of the arguments."""
-
     def __init__(self, head: str) -> None:
         super().__init__(("arguments",))
         self._head, self._pattern = "", head
@@ -270,7 +265,6 @@ class NamedParser(CallParser):
         return len(text)
 
     def _begin(self) -> bool:
-        """Begin the arguments, and return whether a name stands before them."""
         if (match := re.fullmatch(self._pattern, self._head)) is None:
             return False
         super().feed(f'{{"name": "{match["name"]}", "arguments": ')

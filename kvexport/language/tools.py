@@ -28,8 +28,6 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 @dataclass(frozen=True)
 class CallForm:
-    """The syntax in which a model writes tool calls."""
-
     name: str
     signs: tuple[str, ...]  # texts that are all in the chat templates of this form
     # Markers before each call, or before a list of calls; first the one that the template writes
@@ -80,7 +78,6 @@ class CallForm:
         return tuple(token for token in ids if token is not None and token in tokenizer.special_ids)
 
     def new_id(self) -> str:
-        """Return a random id for a new tool call."""
         letters = string.ascii_letters + string.digits
         drawn = "".join(secrets.choice(letters) for _ in range(self.id_length))
         return drawn if self.id_length < 24 else f"call_{drawn}"
@@ -143,7 +140,6 @@ FORMS = (HARMONY, XML, GLM, MISTRAL_ARGS, DEEPSEEK, DEEPSEEK_31, KIMI, HERMES, M
 
 
 def form_of(template: ChatTemplate | None) -> CallForm:
-    """Return the syntax of tool calls that a chat template's text reveals."""
     sources = {} if template is None else template.sources
     source = sources.get("tool_use") or sources.get("default") or ""
     if not re.search(r"\btools\b", source):
@@ -161,7 +157,6 @@ def form_of(template: ChatTemplate | None) -> CallForm:
 
 
 def check_tools(tools: Sequence[Any]) -> list[Tool]:
-    """Check the descriptions of tools that a client sent, and return them."""
     if len(tools) > MOST_TOOLS:
         raise UsageError(f"there are {len(tools)} tools", f"give at most {MOST_TOOLS}")
     seen: set[str] = set()
@@ -234,7 +229,6 @@ def calls_grammar(form: CallForm, tools: Sequence[Tool], tokenizer: Tokenizer, *
 def _tagged(
     rule: str, schema: Mapping[str, Any], parameter: str, written: Callable[[str], str], options: Mapping[str, Any]
 ) -> list[str]:
-    """Return the rules of arguments in tags: those of a schema's properties, in their order."""
     properties = schema.get("properties")
     required = schema.get("required") or ()
     lines, parts = [], []
@@ -255,7 +249,6 @@ def _tagged(
 
 
 def _terminals(text: str, tokenizer: Tokenizer) -> str:
-    """Return a text as terminals of a Lark grammar, its special tokens by their ids."""
     parts = []
     for part in re.split(f"({_MARKER.pattern})", text):
         token = tokenizer.token_id(part)
@@ -272,7 +265,6 @@ def _properties(tool: Tool) -> Mapping[str, Any]:
 
 
 def _literal(text: str) -> str:
-    """Return a text as a string literal of a Lark grammar."""
     return json.dumps(text)
 
 

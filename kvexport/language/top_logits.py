@@ -74,7 +74,6 @@ class Scores:
 
 
 def scores_of(top: TopLogits, values: npt.NDArray[np.float32], temperature: float) -> Scores | None:
-    """Return the n largest logits divided by the temperature, with bounds on all other scores."""
     ids, floor = top.ids.astype(np.int64), top.values[-1:]
     if not (math.isfinite(top.mass) and math.isfinite(top.values[0])):
         return None

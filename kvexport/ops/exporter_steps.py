@@ -20,7 +20,6 @@ from kvexport.ops.pointwise import with_fast_path
 
 @contextlib.contextmanager
 def steps_skipped() -> Iterator[None]:
-    """Skip, within this context, every step of an export that this module names."""
     with (
         # The cache keys operators by symbolic shapes, and a lookup takes longer than the computation.
         torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
@@ -71,7 +70,6 @@ def mismatches_skipped() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(owner: str, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace an attribute within this context, if its owner has one."""
     module, _, inner = owner.partition(":")
     holder: Any
     try:

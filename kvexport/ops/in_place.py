@@ -37,7 +37,6 @@ def without_changes_in_place(exported: ExportedProgram) -> bool:
 
 
 def _outputs(exported: ExportedProgram) -> list[str]:
-    """Return the names of the tensors that a program returns."""
     (returned,) = exported.graph.output_node().args
     return [node.name for node in returned if isinstance(node, Node)]
 
@@ -47,7 +46,6 @@ def _changes(node: Node) -> bool:
 
 
 def _changes_first(node: Node) -> bool:
-    """Return whether an operator changes its first argument and no other."""
     arguments = node.target._schema.arguments  # type: ignore[union-attr]
     return [bool(each.alias_info and each.alias_info.is_write) for each in arguments] == [
         each is arguments[0] for each in arguments
@@ -55,7 +53,6 @@ def _changes_first(node: Node) -> bool:
 
 
 def _replaced(graph: Graph, node: Node) -> bool:
-    """Replace one operator in place, and return whether that was possible."""
     chain = _chain(node.args[0]) if _changes_first(node) else []
     places = {each: i for i, each in enumerate(graph.nodes)}
     if not chain or _is_read_later(chain, places, places[node]):
@@ -94,7 +91,6 @@ def _chain(changed: Any) -> list[Node]:
 
 
 def _is_view(node: Node) -> bool:
-    """Return whether the result of a node may share memory with an operand."""
     target = node.args[0].target if node.target is operator.getitem else node.target  # type: ignore[union-attr]
     if not isinstance(target, torch._ops.OpOverload):
         return True
@@ -102,8 +98,6 @@ def _is_view(node: Node) -> bool:
 
 
 def _is_read_later(chain: list[Node], places: dict[Node, int], place: int) -> bool:
-    """Return whether a node after `place` reads a view of the chain's tensors that is not in the chain itself."""
-
     def is_read(view: Node) -> bool:
         readers = [user for user in view.users if user in places]
         later = any(places[user] > place for user in readers)

@@ -47,7 +47,6 @@ def split_state(
 
 
 def join_state(views: Sequence[Sequence[Tensor]], tensors: Sequence[StateTensor]) -> list[Tensor]:
-    """Return a layer's state tensors from the views that `split_state` returns."""
     flat = [list(map(_flat, own, tensors)) for own in views]
     if len(flat) == 1:
         return flat[0]
@@ -73,7 +72,6 @@ def _flat(x: Tensor, tensor: StateTensor) -> Tensor:
 
 
 def state_of(dtype: str | torch.dtype, extra: Iterable[StateTensor]) -> tuple[StateTensor, ...]:
-    """Return the state tensors of a cache whose keys have a type, with a method's own."""
     small = dtype in (torch.int8, torch.uint8) if isinstance(dtype, torch.dtype) else bool(scales_of(dtype))
     return (*STATE, *(scales_of("int8") if small else ()), *extra)
 
@@ -186,7 +184,6 @@ def vote_attention_functions(
     sinks: bool = False,
     capacity: Sequence[int] = (),
 ) -> list[onnx.FunctionProto]:
-    """Return the ONNX function of VoteAttention, and the function of equal KV heads that it calls."""
     query_heads, count = heads
     stored = cache_type or str(dtype).removeprefix("torch.")
     tensors = state_of(stored, attributes.method.extra_state if attributes.method else ())
@@ -222,7 +219,6 @@ def merge_cache_functions(
     cache_type: str,
     capacity: Sequence[int] = (),
 ) -> list[onnx.FunctionProto]:
-    """Return the ONNX function of MergeCache, and the function of equal KV heads that it calls."""
     first, equal = attributes[0], are_equal(attributes, capacity)
     if not equal and not capacity:
         raise ValueError("KV heads of several budgets need their capacities")
@@ -259,7 +255,6 @@ class _Body:
         heads: int,
         value_in_key: bool,
     ) -> None:
-        """Begin a function."""
         self.nodes: list[onnx.NodeProto] = []
         self.tensors = [x for x in tensors if not (value_in_key and x.name == "value")]
         self.capacity, self.heads, self.value_in_key = capacity, heads, value_in_key
@@ -273,7 +268,6 @@ class _Body:
         return self.add("Constant", [], [name], value_ints=list(values))
 
     def split(self, prefix: str) -> list[dict[str, str]]:
-        """Return, for each call, the views of the state by the names of the operator's inputs."""
         calls: list[dict[str, str]] = [{} for _ in self.capacity or (0,)]
         for x in self.tensors:
             name, axis = prefix + x.name, _axis(x)
@@ -305,7 +299,6 @@ class _Body:
         i: int,
         **attributes: int,
     ) -> dict[str, str]:
-        """Add a call of the inner function, and return its outputs by the names of the operator's outputs."""
         names = {name: outputs.get(name, f"{name}.result.{i}") for name in inner.output}
         self.add(inner.name, [values[name] for name in inner.input], list(names.values()), domain=DOMAIN, **attributes)
         return names
@@ -348,7 +341,6 @@ class _Body:
 
 
 def _fixed(tensor: StateTensor, cache_type: str, sizes: Mapping[str, int]) -> tuple[list[int], list[int]]:
-    """Return the sizes of a state tensor's dimensions before and after that of the slots, without the batch."""
     if tensor.slot_axis is None:
         return [], []
     shape = tensor.stored_shape(cache_type, {"B": 1, "S": 1, **sizes})

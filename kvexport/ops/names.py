@@ -10,7 +10,6 @@ _SHOWN = 4  # numbers of a constant in its name
 
 
 def unique_names(used: Iterable[str]) -> Callable[[str], str]:
-    """Return a function that returns a name unchanged, or with a number appended if the name is already used."""
     counts = dict.fromkeys(used, 1)
 
     def unique(name: str) -> str:
@@ -25,7 +24,6 @@ def unique_names(used: Iterable[str]) -> Callable[[str], str]:
 
 
 def name_constants(constants: Iterable[ir.Value], unique: Callable[[str], str]) -> None:
-    """Name constants of a graph by their types and numbers, or by their shapes if they have many numbers."""
     named = list(constants)
     for i, value in enumerate(named):  # no new name may be the old name of another constant
         value.name = f"constant number {i}"

@@ -198,7 +198,6 @@ def heads_vote_attention_function(
 
 
 def _method_meaning(method: Method) -> dict[str, Any]:
-    """Return the name and the parameters of a compression method, which identify a method that has no policy."""
     return {"method": method.name, **method.model_dump()}
 
 
@@ -268,7 +267,6 @@ def _trace_merge_cache(
 
 
 def _stored(state: Sequence[StateTensor], value_prefix: int) -> list[StateTensor]:
-    """Return the state tensors that the function of equal heads has: all but values that are read from keys."""
     return [x for x in state if not (value_prefix and x.name == "value")]
 
 
@@ -284,7 +282,6 @@ def _state(state: Sequence[StateTensor], sizes: Mapping[str, int], cache_type: s
 
 
 def _state_dims(state: Sequence[StateTensor], batch: Any, capacity: Any) -> list[dict[int, Any]]:
-    """Return the symbolic dimensions of these views, for a trace."""
     return [{0: batch} if x.slot_axis is None else {0: batch, x.slot_axis + 1: capacity} for x in state]
 
 

@@ -42,7 +42,6 @@ def _result(mode: Any, func: Any, args: Sequence[Any]) -> FakeTensor | None:
 
 
 def _dtype(func: Any, args: Sequence[Any]) -> torch.dtype | None:
-    """Return the dtype of the new tensor that a pointwise operator returns, None if it is not such an operator."""
     key = (func, *((x.dtype, x.dim(), x.device) if isinstance(x, Tensor) else type(x) for x in args))
     if key not in _dtypes:
         _dtypes[key] = None
@@ -54,7 +53,6 @@ def _dtype(func: Any, args: Sequence[Any]) -> torch.dtype | None:
 
 
 def _makes_a_tensor(func: Any) -> bool:
-    """Return whether an operator is pointwise and deterministic, and returns one new tensor."""
     tags = getattr(func, "tags", ())
     if torch.Tag.pointwise not in tags or torch.Tag.nondeterministic_seeded in tags or func._schema.is_mutable:
         return False
@@ -82,7 +80,6 @@ def _largest(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def _is_contiguous(tensor: Tensor) -> bool:
-    """Return whether the expressions of a tensor's sizes and strides show that it is contiguous."""
     expected: Any = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if _is_one(size):

@@ -19,8 +19,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """The attention of one layer of the model, read from its trace."""
-
     query_heads: int
     kv_heads: int
     key_size: int  # size of a key in elements
@@ -64,12 +62,10 @@ class LayerCache:
 
     @property
     def slots(self) -> int:
-        """The number S of slots of all KV heads."""
         return sum(self.capacity)
 
     @property
     def head_slots(self) -> list[slice]:
-        """The slots of each KV head in the dimension S of state tensors."""
         return slots_of(self.capacity)
 
     def of_head(self, tensor: StateTensor, x: NDArray[Any], head: int) -> NDArray[Any]:
@@ -95,11 +91,9 @@ class LayerCache:
 
     @property
     def state(self) -> tuple[StateTensor, ...]:
-        """The state tensors of the layer's cache, in the order of every ONNX graph."""
         return (*STATE, *self.extra)
 
     def shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each state tensor of the layer's cache by name, for `batch` sequences."""
         sizes = {
             "B": batch,
             "H": self.kv_heads,
@@ -111,16 +105,13 @@ class LayerCache:
         return {tensor.name: tensor.stored_shape(self.dtype, sizes) for tensor in self.state}
 
     def dtypes(self) -> dict[str, np.dtype[Any]]:
-        """Return the data type of each state tensor of the layer's cache by name."""
         return {tensor.name: np.dtype(tensor.stored_dtype(self.dtype)) for tensor in self.state}
 
     def bytes(self, batch: int = 1) -> int:
-        """Return the bytes of all state tensors of the layer's cache for `batch` sequences."""
         dtypes = self.dtypes()
         return sum(math.prod(shape) * dtypes[name].itemsize for name, shape in self.shapes(batch).items())
 
     def slot_bytes(self) -> int:
-        """Return the bytes of the keys and values of one slot in each KV head of the layer."""
         shapes, dtypes = self.shapes(1), self.dtypes()
         return self.kv_heads * sum(shapes[name][-1] * dtypes[name].itemsize for name in ("key", "value"))
 
@@ -142,19 +133,15 @@ class LayerStates:
 
     @property
     def place(self) -> str:
-        """The part of tensor names that identifies the layer, by its number in the model."""
         return f"layer.{self.layer}"
 
     def shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each state tensor by name, for `batch` sequences."""
         return {tensor.name: tensor.shape({"B": batch}) for tensor in self.state}
 
     def dtypes(self) -> dict[str, np.dtype[Any]]:
-        """Return the data type of each state tensor by name."""
         return {tensor.name: np.dtype(tensor.dtype) for tensor in self.state}
 
     def bytes(self, batch: int = 1) -> int:
-        """Return the bytes of all state tensors of the layer for `batch` sequences."""
         dtypes = self.dtypes()
         return sum(math.prod(shape) * dtypes[name].itemsize for name, shape in self.shapes(batch).items())
 
@@ -185,7 +172,6 @@ class CachePlan:
         return np.array([x for cache in self.caches for x in getattr(cache, name)], np.int64)
 
     def by_layer(self, heads: Sequence[T]) -> list[Sequence[T]]:
-        """Return one number for each KV head of all layers as one list for each layer."""
         ends = [0, *itertools.accumulate(cache.kv_heads for cache in self.caches)]
         return [heads[first:end] for first, end in itertools.pairwise(ends)]
 
@@ -223,7 +209,6 @@ class CachePlan:
 
 
 def slots_of(capacity: Sequence[int]) -> list[slice]:
-    """Return the slots of each KV head, one after another, for heads with these numbers of slots."""
     return [slice(first, end) for first, end in itertools.pairwise((0, *itertools.accumulate(capacity)))]
 
 

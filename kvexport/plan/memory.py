@@ -40,7 +40,6 @@ class ServerMemory:
         return 2 * self.weights + self.state + self.prefixes + self.sessions + self.adapters + PROGRAM_BYTES
 
     def __str__(self) -> str:
-        """Return the sum and its terms as text."""
         terms = {
             "2 times the weights": 2 * self.weights,
             "caches": self.state,
@@ -151,7 +150,6 @@ class MemoryPlan:
 
     @property
     def _adapters(self) -> str:
-        """Return a text with the bytes of the largest number of adapters that an engine can load."""
         section = self.recipe.adapters
         return f"{format_bytes(self.adapter_bytes)} for {section.count} of rank {section.rank}"
 
@@ -304,7 +302,6 @@ def layer_groups(cache: CachePlan) -> list[tuple[str, LayerCache, int]]:
 
 
 def _of_heads(numbers: Sequence[int]) -> str:
-    """Return the number of all KV heads, or the smallest and the largest."""
     least, most = min(numbers), max(numbers)
     return str(least) if least == most else f"{least} to {most}"
 

@@ -174,7 +174,6 @@ def state_bytes(recipe: Recipe, plan: CachePlan, sequences: int = 1) -> int:
 
 
 def _name(layer: int, head: int, *, apart: bool) -> str:
-    """Return the name of a layer in messages, or of one of its KV heads if heads have budgets of their own."""
     return f"KV head {head} of layer {layer}" if apart else f"layer {layer}"
 
 
@@ -272,7 +271,6 @@ def _require_pairs(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> None:
 
 
 def _require_one_place(geometry: Sequence[LayerGeometry], budgets: Sequence[int]) -> None:
-    """Raise UsageError if a new token would not have the same place in the cache in every layer."""
     if len(set(budgets)) > 1:
         which = "layers" if len(budgets) == len(geometry) else "KV heads"
         raise UsageError(

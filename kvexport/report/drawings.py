@@ -35,7 +35,6 @@ STYLE: Any = {
 
 
 def as_table(drawing: Plot | HeatMap) -> Table:
-    """Return the values of a plot or heat map as a table whose note says what would draw them."""
     note = f"{drawing.note} {NO_DRAWINGS}".strip()
     if isinstance(drawing, HeatMap):
         rows = [[tick, *values] for tick, values in zip(drawing.y_ticks, drawing.values, strict=True)]
@@ -45,12 +44,10 @@ def as_table(drawing: Plot | HeatMap) -> Table:
 
 
 def can_draw() -> bool:
-    """Return whether matplotlib is installed."""
     return is_there("matplotlib")
 
 
 def figure(drawing: Plot | HeatMap) -> str:
-    """Return a plot or heat map of a report as an HTML figure with SVG."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure

@@ -17,8 +17,6 @@ Highlight = Callable[[int, int], Flag | None] | Mapping[tuple[int, int], Flag] |
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a report."""
-
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]  # rows with one cell per column
@@ -35,8 +33,6 @@ class Table:
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a plot."""
-
     name: str  # name in the legend
     x: Sequence[float | None]  # places of the points
     y: Sequence[float | None]  # values of the points. None or NaN is a gap.
@@ -68,8 +64,6 @@ class Plot:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """A heat map of a report: a grid of coloured values."""
-
     title: str
     x_label: str  # label of the x axis
     y_label: str  # label of the y axis
@@ -90,16 +84,12 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class KeyValues:
-    """A section of a report with names and values, shown in the order of the mapping."""
-
     title: str
     mapping: Mapping[str, Cell]
 
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A section of a report with text in paragraphs, separated by empty lines."""
-
     text: str
 
 
@@ -137,18 +127,15 @@ def plain(value: object) -> str:
 
 
 def escape(value: object) -> str:
-    """Return a value as text with HTML's special characters escaped."""
     return html.escape(plain(value), quote=True)
 
 
 def flag_of(table: Table, row: int, column: int) -> Flag | None:
-    """Return the flag of one cell of a table ("good" or "bad"), or None."""
     if isinstance(table.highlight, Set):
         return "bad" if (row, column) in table.highlight else None
     return table.highlight.get((row, column)) if isinstance(table.highlight, Mapping) else table.highlight(row, column)
 
 
 def numeric_columns(table: Table) -> list[bool]:
-    """Return for each column of a table whether it holds a number."""
     columns = ([row[column] for row in table.rows] for column in range(len(table.columns)))
     return [any(isinstance(value, Real) and not isinstance(value, bool) for value in column) for column in columns]

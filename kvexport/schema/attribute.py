@@ -68,7 +68,6 @@ class Attribute:
         )
 
     def node_value(self, value: Any) -> Any:
-        """Return an attribute's value in the type that an ONNX node stores."""
         if self.kind == "words":
             return value if isinstance(value, str) else ",".join(value)
         if self.kind == "floats":

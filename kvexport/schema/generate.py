@@ -174,7 +174,6 @@ def _differs(field: str, value: str | bool) -> str:
 
 
 def tables() -> dict[str, str]:
-    """Return the generated tables of docs/reference/contract.md by name."""
     return {
         "state": _state(STATE),
         "scales": _state(SCALES),

@@ -19,8 +19,6 @@ _C_TYPES = {"query": "void", "cache": "void", "float32": "float", "int32": "int3
 
 @dataclass(frozen=True)
 class Field:
-    """A member of a C struct."""
-
     type: str  # C type of the member, or of the elements of an array
     name: str
     meaning: str = ""  # A comment
@@ -38,7 +36,6 @@ def enumerations() -> dict[str, tuple[str, ...]]:
 
 
 def number(attribute: str, word: str) -> int:
-    """Return the number that stands for a word of an attribute in the C enumeration of that attribute."""
     return enumerations()[attribute].index(word)
 
 
@@ -125,7 +122,6 @@ def scalars(operator: Operator) -> list[Attribute]:
 
 
 def _statistic() -> list[Field]:
-    """Return the members of the C struct of a statistic: the attributes that VoteAttention lists per statistic."""
     lists = [a for a in VOTE_ATTENTION.attributes if a.kind in ("floats", "ints") and a.name != "capacity"]
     return [Field(a.kind.removesuffix("s"), a.name, a.meaning) for a in lists]
 

@@ -26,8 +26,6 @@ class Operand:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator of the ONNX domain `kvexport`."""
-
     name: str
     inputs: tuple[Operand, ...]  # input tensors in order
     outputs: tuple[Operand, ...]  # output tensors in order
@@ -35,21 +33,17 @@ class Operator:
 
     @property
     def input_names(self) -> list[str]:
-        """The names of the ONNX operator's inputs in order."""
         return [operand.name for operand in self.inputs]
 
     @property
     def output_names(self) -> list[str]:
-        """The names of the ONNX operator's outputs in order."""
         return [operand.name for operand in self.outputs]
 
     def with_state(self, extra: Iterable[StateTensor]) -> Operator:
-        """Return the operator with a method's extra state tensors after all other inputs and outputs."""
         past, present = _past_and_present(self.name, extra)
         return replace(self, inputs=(*self.inputs, *past), outputs=(*self.outputs, *present))
 
     def node_attributes(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return attribute values in the form that an ONNX node of the operator stores."""
         known = {attribute.name: attribute for attribute in self.attributes}
         if unknown := sorted(values.keys() - known.keys()):
             raise ValueError(f"{self.name} has no attribute {unknown[0]}; it has {', '.join(known)}")

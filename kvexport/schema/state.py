@@ -44,11 +44,9 @@ class StateTensor:
 
     @property
     def slot_axis(self) -> int | None:
-        """The dimension of the tensor that counts slots, or None if it has no such dimension."""
         return self.dims.index("S") if "S" in self.dims else None
 
     def shape(self, sizes: Mapping[str, T]) -> tuple[T | int, ...]:
-        """Return the shape of the state tensor, its dimension letters replaced by `sizes`."""
         return tuple(d if isinstance(d, int) else sizes[d] for d in self.dims)
 
     def stored_dtype(self, cache_type: str) -> str:
@@ -62,16 +60,13 @@ class StateTensor:
         return "uint8" if dtype == "int4" else dtype
 
     def stored_shape(self, cache_type: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of the tensor in a cache of type `cache_type`, with the letters replaced by `sizes`."""
         *slots, size = self.shape(sizes)
         return (*slots, size // 2 if self.stored_dtype(cache_type) == "uint8" else size)
 
     def past(self, layer: int | str) -> str:
-        """Return the name of the ONNX graph input that is this state tensor of a layer."""
         return f"past_key_values.{layer}.{self.name}"
 
     def present(self, layer: int | str) -> str:
-        """Return the name of the ONNX graph output that is this state tensor of a layer."""
         return f"present.{layer}.{self.name}"
 
 
@@ -114,7 +109,6 @@ PAIRS = tuple((INT4[byte & 15], INT4[byte >> 4]) for byte in range(256))
 
 
 def types_of(cache_type: str) -> dict[str, str]:
-    """Return the types of `key` and `value` in a cache of type `cache_type`."""
     return dict(zip(("key", "value"), SMALL.get(cache_type, (cache_type, cache_type)), strict=True))
 
 

@@ -168,7 +168,6 @@ class PeriodicState(ModelState):
         return [full[f"past_key_values.{i}.score"][:, 0, :length].copy() for i in self._layers]
 
     def _copies(self, i: int, full: LaneTensors, selected: Slots) -> dict[str, NDArray[Any]]:
-        """Return copies of the keys, values and other entry tensors in the selected slots of a layer, by input name."""
         copies = {}
         for tensor in self._selected.entry_tensors(i):
             source = full[tensor.past(i)]
@@ -363,7 +362,6 @@ class PeriodicState(ModelState):
         return self._full.get_state()
 
     def set_state(self, state: Mapping[str, NDArray[Any]], past_length: NDArray[np.int64]) -> None:
-        """Overwrite the state tensors of the first n lanes, as `ModelState.set_state` describes."""
         self._contents.clear()
         self._full.set_state(state, past_length)
         self._length[: len(past_length)] = past_length[:, 0].tolist()

@@ -53,12 +53,10 @@ class SelectedCache:
             raise UsageError(f"{what} copies entries in the host's memory, and the cache is on a device", fix)
 
     def extend(self, lanes: int) -> None:
-        """Add batch lanes to the selected cache until it has at least `lanes`."""
         if lanes > self.lanes:
             self.state, self.lanes = self.state.grown(lanes), lanes
 
     def view(self, lane: int) -> LaneTensors:
-        """Return views of the selected cache's tensors of one lane, by input name."""
         tensors = self.state.view(lane)
         assert tensors is not None
         return by_heads(self.plan, tensors)
@@ -93,15 +91,7 @@ class SelectedCache:
         return [tensor for tensor in self.plan.caches[i].state if tensor.name in ENTRY]
 
     def copy(self, i: int, source: LaneTensors, target: LaneTensors, selected: Slots, start: int) -> None:
-        """Copy KV-cache slots of a layer from one cache to another, and empty the slots after them.
-
-        Args:
-            i: The layer.
-            source: The tensors of the lane that is read.
-            target: The tensors of the lane that is written.
-            selected: The slots of `source` [KV heads, n], or [1, n] for all heads.
-            start: The first slot in `target` that is written.
-        """
+        """Copy KV-cache slots of a layer from one cache to another, and empty the slots after them."""
         end = start + selected.shape[1]
         for tensor in self.entry_tensors(i):
             old, new = source[tensor.past(i)], target[tensor.past(i)]

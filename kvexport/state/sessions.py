@@ -65,8 +65,6 @@ class SessionConflict(SnapshotError):
 
 
 class SessionStore:
-    """The stored conversations (sessions) of one artifact, in memory and in a folder."""
-
     def __init__(
         self, manifest: Manifest, *, memory: int, folder: Path | None = None, disk: int = 0, shared: bool = False
     ) -> None:
@@ -94,7 +92,6 @@ class SessionStore:
 
     @property
     def memory_bytes(self) -> int:
-        """The bytes that sessions in memory take."""
         return sum(snapshot.nbytes for _, snapshot in self._loaded.values())
 
     def names(self) -> list[str]:
@@ -189,12 +186,10 @@ class SessionStore:
         return not self._shared or _lock_turn(self._turns, name, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def end_turn(self, name: str) -> None:
-        """Release the session's lock, which `begin_turn` took."""
         if self._shared:
             _lock_turn(self._turns, name, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Let other processes use the folder."""
         for number in (self._claim, self._turns):
             if number >= 0:
                 os.close(number)
@@ -244,7 +239,6 @@ class SessionStore:
 
 
 def check_name(name: str) -> None:
-    """Raise UsageError if no session can have the name."""
     if not NAME.fullmatch(name):
         raise UsageError(f"no session can have the name {name[:80]!r}", "1 to 64 letters, digits, - and _")
 

@@ -108,7 +108,6 @@ class Snapshot:
 
     @property
     def length(self) -> int:
-        """The number of tokens that the snapshot's KV cache has seen."""
         return self.counters.length
 
     @property
@@ -118,7 +117,6 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all arrays of the snapshot."""
         return self.ids.nbytes + sum(array.nbytes for array in self.state.values())
 
     def to_bytes(self) -> bytes:
@@ -145,12 +143,7 @@ class Snapshot:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview, manifest: Manifest) -> Snapshot:
-        """Return the snapshot that `to_bytes` serialized, after checks of its digests and of its fit to the artifact.
-
-        Args:
-            data: The bytes. The arrays of the snapshot are views of them.
-            manifest: The artifact that continues the snapshot.
-        """
+        """Return the snapshot that `to_bytes` serialized, after checks of its digests and its fit to the artifact."""
         header, rest = _read_header(memoryview(data).cast("B"))
         try:
             origin = Origin(*(str(header[field.name]) for field in fields(Origin)))
@@ -176,7 +169,6 @@ class Snapshot:
 
 
 def damaged(problem: str) -> SnapshotError:
-    """Return the error for bytes that are not a snapshot of a sequence, or are damaged."""
     return SnapshotError(f"the snapshot is damaged: {problem}", _AGAIN)
 
 
@@ -305,7 +297,6 @@ def _check_tensors(snapshot: Snapshot, plan: CachePlan) -> None:
 
 
 def _check_states(snapshot: Snapshot, plan: CachePlan) -> None:
-    """Check that the recurrent states of a snapshot have the sizes of the artifact's and finite numbers."""
     for layer in plan.states:
         shapes, dtypes = layer.shapes(1), layer.dtypes()
         for tensor in layer.state:

@@ -32,7 +32,6 @@ _EXPONENT = {
 
 
 def require_float(entry: TensorEntry) -> None:
-    """Raise UsageError if a tensor's data type is not a float type that can be cast."""
     if entry.dtype not in STORED:
         raise UsageError(
             f"tensor {entry.name!r} in {entry.file} is {entry.dtype}, expected one of {', '.join(STORED)}",
@@ -75,7 +74,6 @@ def cast_blocks(entry: TensorEntry, dtype: Dtype) -> Iterator[bytes | memoryview
 
 
 def read_blocks(entry: TensorEntry) -> Iterator[bytes]:
-    """Yield the bytes of a checkpoint's tensor unchanged. Raise UsageError if the file ends before the tensor."""
     with entry.file.open("rb") as stream:
         stream.seek(entry.offset)
         left = entry.nbytes
@@ -125,7 +123,6 @@ def _cast(block: bytes, stored: str, dtype: Dtype) -> tuple[np.ndarray[Any, Any]
 
 
 def read_rows(entry: TensorEntry, rows: range) -> np.ndarray[Any, Any]:
-    """Return neighbouring rows of a checkpoint's tensor in float32."""
     with entry.file.open("rb") as stream:
         block = read_at(entry, stream, rows)
     require_finite(entry, block, rows.start * (entry.nbytes // entry.shape[0]))
@@ -139,7 +136,6 @@ def read_rows(entry: TensorEntry, rows: range) -> np.ndarray[Any, Any]:
 
 
 def read_at(entry: TensorEntry, stream: BinaryIO, rows: range) -> bytes:
-    """Return the bytes of neighbouring rows (of the first dimension) of a tensor, from its opened file."""
     row = entry.nbytes // entry.shape[0]
     stream.seek(entry.offset + rows.start * row)
     block = stream.read(len(rows) * row)
@@ -174,7 +170,6 @@ def _bfloat16_as_float16() -> np.ndarray[Any, Any]:
 
 
 def shrunk(entry: TensorEntry, size: int) -> UsageError:
-    """Return the error for a checkpoint file of `size` bytes that ends before the end of a tensor."""
     return UsageError(
         f"{entry.file} ends before tensor {entry.name!r}: expected at least {entry.offset + entry.nbytes} bytes, "
         f"found {size}",

@@ -8,8 +8,6 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """The place of one tensor in a file of the checkpoint."""
-
     name: str
     file: Path  # real file, symlinks resolved
     dtype: str  # safetensors name of the type ("BF16")

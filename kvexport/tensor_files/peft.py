@@ -45,8 +45,6 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """A LoRA adapter as PEFT saved it."""
-
     folder: Path
     config: Mapping[str, Any]  # content of adapter_config.json
     # Matrices A [rank, inputs] and B [outputs, rank] of each module that the adapter changes
@@ -69,12 +67,10 @@ class AdapterFiles:
         return bool(self.config.get("fan_in_fan_out"))
 
     def scale(self, module: str) -> float:
-        """Return the factor s of the product B A of a module."""
         rank, alpha = self.pairs[module][0].shape[0], self._alpha(module)
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def _alpha(self, module: str) -> float:
-        """Return PEFT's `lora_alpha` of a module: that of the first name in `alpha_pattern` that ends its name."""
         file = self.folder / CONFIG
         alpha, patterns = self.config.get("lora_alpha", 8), self.config.get("alpha_pattern") or {}
         for name, value in patterns.items() if isinstance(patterns, dict) else ():
@@ -92,7 +88,6 @@ class AdapterFiles:
 
 
 def read_adapter(folder: Path, setting: str) -> AdapterFiles:
-    """Read the settings of a LoRA adapter and the header of its matrices."""
     config = _read_config(folder, setting)
     pairs = _pairs(folder, read_shard(folder / WEIGHTS).tensors)
     weights = (folder / WEIGHTS).resolve()  # in the hub's cache a link to a blob
@@ -139,7 +134,6 @@ def _read_config(folder: Path, setting: str) -> dict[str, Any]:
 
 
 def _pairs(folder: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, tuple[TensorEntry, TensorEntry]]:
-    """Return the matrices A and B of each module that an adapter changes."""
     factors: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in tensors.items():
         match = _KEY.fullmatch(name)

@@ -132,7 +132,6 @@ def read_shard(file: Path) -> Shard:
 
 
 def _read_header(file: Path, header: bytes) -> tuple[dict[str, TensorEntry], int]:
-    """Return the tensors of a safetensors header, and the end of the last one in bytes after the header."""
     again = f"download {file.name} again"
     table = parse_object(file, header, unique=True)
     metadata = table.pop("__metadata__", None)
@@ -232,7 +231,6 @@ def is_present(file: Path) -> bool:
 
 
 def read_file(file: Path, most: int | None = None) -> bytes:
-    """Return the bytes of a file. Raise UsageError if it is missing, larger than `most` bytes, or cannot be read."""
     if not file.is_file():
         raise UsageError(
             f"{file} is missing", f"download {file.name} again, or set model.path to the directory that holds it"
@@ -246,13 +244,7 @@ def read_file(file: Path, most: int | None = None) -> bytes:
 
 
 def parse_object(file: Path, data: bytes, unique: bool = False) -> dict[str, Any]:
-    """Parse `data` as a JSON object and return it.
-
-    Args:
-        file: The file, for messages.
-        data: The bytes.
-        unique: Whether a repeated key is refused, as in a safetensors header.
-    """
+    """Parse `data` as a JSON object and return it."""
     where, again = f"the header of {file}" if unique else str(file), f"download {file.name} again"
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique_pairs if unique else None)

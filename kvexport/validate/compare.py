@@ -20,8 +20,6 @@ NO_SCORE = 1e-7  # a probability too small to affect any selection
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The tolerances of a comparison with PyTorch, by kind of tensor, for one operator or one layer."""
-
     hidden: float  # relative to the norm of what a layer adds to the hidden state
     vectors: float  # relative to the norm of a key or a value
     scores: float  # relative to a score, or absolute for the logarithm of a score if that is below 1
@@ -85,18 +83,11 @@ class Difference:
 
 
 def norm(x: Array) -> Array:
-    """Return the Euclidean norm over the last dimension, in float64."""
     return np.asarray(np.linalg.norm(x.astype(np.float64), axis=-1))
 
 
 def worst(tensor: str, difference: Array, allowed: Array | float) -> Difference | None:
-    """Return the element of `difference` that exceeds its tolerance by the largest factor.
-
-    Args:
-        tensor: Name for the result.
-        difference: [B, ..., slots]. NaN and infinity exceed every tolerance.
-        allowed: Tolerances that broadcast to `difference`.
-    """
+    """Return the element of `difference` that exceeds its tolerance by the largest factor."""
     difference = np.nan_to_num(difference, nan=np.inf)
     allowed = np.broadcast_to(allowed, difference.shape)
     if not (over := difference > allowed).any():
@@ -158,7 +149,6 @@ def state_difference(
 def heads_difference(
     method: Method, actual: Mapping[str, Array], expected: Mapping[str, Array], tolerance: Tolerance
 ) -> Difference | None:
-    """Return the first difference of two views of `named_heads` beyond its tolerance, or None."""
     first = ("position", "votes", "key", "value", "score")
     for name in (*first, *(name for name in actual if name not in first)):
         a, b = actual[name], expected[name]
@@ -192,14 +182,7 @@ def _score_difference(method: Method, gap: Array, size: Array, tolerance: Tolera
 
 
 def largest_differences(name: str, a: Array, b: Array, heads: Array | None = None) -> float:
-    """Return the largest difference between two versions of a view [B, H, ...] of a state tensor.
-
-    Args:
-        name: Name of the tensor. Differences of keys and values are relative to their norms, all others absolute.
-        a: One state.
-        b: The state to compare with, of the same shape.
-        heads: [B, H] bool, the heads to compare; None for all.
-    """
+    """Return the largest difference between two versions of a view [B, H, ...] of a state tensor."""
     if heads is not None:
         a, b = a[heads], b[heads]
     if np.array_equal(a, b):

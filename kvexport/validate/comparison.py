@@ -81,7 +81,6 @@ class Comparison:
         self.errors: dict[tuple[str, str], list[tuple[NDArray[Any], NDArray[Any]]]] = defaultdict(list)
 
     def step(self, tokens: list[Ids], *, prefill: bool, unread: Collection[int], whole: bool) -> None:
-        """Run and compare one decoder call and the merges that are due after it."""
         self.locked.whole = whole
         self.merges.clear()
         reference = self.reference_lanes.append(tokens, prefill=prefill, unread=unread)

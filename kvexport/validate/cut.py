@@ -55,14 +55,7 @@ def border_name(layer: int) -> str:
 
 
 class CutDecoder:
-    """A session of the ONNX decoder graph that is cut between its layers.
-
-    Args:
-        path: The uncut decoder.onnx.
-        dtype: The numpy name of the hidden state's type.
-        open_session: Opens a session of an ONNX graph, given as bytes, over the weights of the decoder at `path`.
-        plan: The cache plan, if caches may have any number of slots; None if their number of slots is the decoder's.
-    """
+    """A session of the ONNX decoder graph that is cut between its layers."""
 
     def __init__(
         self, path: Path, dtype: str, open_session: Callable[[bytes], Any], plan: CachePlan | None = None
@@ -78,12 +71,7 @@ class CutDecoder:
     def infer(
         self, feed: Mapping[str, NDArray[Any]], hidden: Mapping[int, NDArray[Any]]
     ) -> tuple[dict[str, NDArray[Any]], dict[int, NDArray[Any]]]:
-        """Run the decoder that is cut between its layers on given hidden states.
-
-        Args:
-            feed: The inputs of decoder.onnx.
-            hidden: The hidden state [B, T, hidden] at the start of each layer with a border.
-        """
+        """Run the decoder that is cut between its layers on given hidden states."""
         border_values = {border_name(i): np.ascontiguousarray(hidden[i]) for i in self.borders}
         outputs = dict(zip(self._names, self._session.run(self._names, {**feed, **border_values}), strict=True))
         reached = {i: outputs.pop(name) for i, name in self.borders.items()}

@@ -35,7 +35,6 @@ def untouched_positions(rows: list[dict[int, Row]], budgets: list[int]) -> list[
 
 
 def mean_kl_at(positions: list[list[int]], own: list[dict[int, Row]], full: list[dict[int, Row]]) -> tuple[float, int]:
-    """Return the mean of KL(full cache || engine) in nats at positions of each sequence, and their number."""
     values = [
         kl(full_rows[p], engine_rows[p])
         for at, engine_rows, full_rows in zip(positions, own, full, strict=True)

@@ -79,7 +79,6 @@ class WatchedState:
         self.merges.append(Merge(first, past, present))
 
     def lane_states(self, first: int, last: int) -> dict[str, NDArray[Any]]:
-        """Return the state tensors of lanes first <= lane < last, with the slots that are recorded."""
         return with_slots(
             self._source, self._plan, {name: x[first:last] for name, x in self._state.get_state().items()}
         )

@@ -104,7 +104,6 @@ def _shorten_checkpoint(source: Any, folder: Path, total: int, count: int) -> No
 
 
 def shorten_config(config: dict[str, Any], key: str, total: int, count: int) -> dict[str, Any]:
-    """Return a model's config.json, shortened from `total` layers to the first `count`."""
     if isinstance(config.get("text_config"), dict):
         return {**config, "text_config": shorten_config(config["text_config"], key, total, count)}
     cut = {

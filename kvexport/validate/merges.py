@@ -73,7 +73,6 @@ def compare_merge(
     tolerance: Tolerance,
     examined: int,
 ) -> Iterator[Flip]:
-    """Compare a merge of KV caches with PyTorch's, and yield every head that differs."""
     for i, layer in enumerate(plan.caches):
         if not layer.merges:
             continue

@@ -78,7 +78,6 @@ BOUND_NOTE = (
 
 
 def tables(named: Sequence[tuple[str, Sequence[Perturbation]]], what: str) -> list[Section]:
-    """Return tables of the attention errors of merges, with one row for each name, and tables of bounds."""
     observed = [(name, *_observed(rows)) for name, rows in named]
     out: list[Section] = [Table("Perturbation by merging", (what, *OBSERVED), observed, NOTE)]
     bounded = [(name, [r for r in rows if r.query == "next"]) for name, rows in named if any(r.theorem for r in rows)]
@@ -128,13 +127,11 @@ def _plot(title: str, over: str, lines: Sequence[Series]) -> Plot:
 
 
 def _mean(rows: Sequence[Perturbation], figure: str) -> float | None:
-    """Return the mean of a figure of merges, weighted by the number of heads of each."""
     heads = sum(r.heads for r in rows)
     return sum(r.heads * getattr(r, figure) for r in rows) / heads if heads else None
 
 
 def _median(rows: Sequence[Perturbation], figure: str) -> float | None:
-    """Return the median of a figure of merges, over those that have an error bound."""
     values = [getattr(r.theorem, figure) for r in rows if r.theorem and r.theorem.heads]
     return float(np.median(values)) if values else None
 

@@ -74,7 +74,6 @@ class _Eager:
         return result[0]
 
     def _read(self, cache: int, query: Tensor, sink_logits: Tensor | None) -> Tensor:
-        """Return the attention of a layer that reads the cache of another layer."""
         plan = self.plan.caches[cache]
         return layer_read_attention(
             query,
@@ -113,7 +112,6 @@ class TorchReference:
 
     @torch.no_grad()
     def decode_in_float64(self, feed: Mapping[str, NDArray[Any]]) -> Arrays:
-        """Compute the decoder in PyTorch with every operation in float64."""
         with in_float64():
             return self.decode(feed)
 
@@ -211,7 +209,6 @@ class TorchReference:
                 handle.remove()
 
     def _used(self, feed: Mapping[str, NDArray[Any]], i: int, capacity: tuple[int, ...]) -> State:
-        """Return the state tensors of cache number i, with the given slots of each KV head."""
         cache = self.plan.caches[i]
         arrays = ((feed[tensor.past(i)], tensor.slot_axis) for tensor in cache.state)
         cut = (x if axis is None else resized(x, axis, cache.capacity, capacity) for x, axis in arrays)

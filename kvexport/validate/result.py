@@ -36,7 +36,6 @@ class Mismatch:
     slot: int | None = None  # slot of the cache; index of the token within the call for hidden states and logits
 
     def line(self) -> str:
-        """Return the difference and its place as one line of text."""
         where = "" if self.layer is None else f"layer {self.layer}, "
         named = {"lane": self.lane, "head": self.head, "slot" if self.head is not None else "token": self.slot}
         at = "".join(f", {name} {number}" for name, number in named.items() if number is not None)
@@ -171,7 +170,6 @@ class ValidationResult:
 
     @property
     def problems(self) -> list[str]:
-        """All reasons why the validation failed, one line each."""
         problems = []
         if self.mismatch:
             more = f" (the first of {self.mismatched})" if self.mismatched > 1 else ""
@@ -225,7 +223,6 @@ class ValidationResult:
         )
 
     def largest(self, kind: str) -> float:
-        """Return the largest difference from PyTorch of one kind of tensor, over all calls."""
         return max((s["largest"][kind] for s in self.steps if kind in s["largest"]), default=0.0)
 
     def mean_kl(self, text: str | None = None) -> float:
@@ -245,7 +242,6 @@ class ValidationResult:
         return [row for row, kind in zip(rows, self.texts, strict=False) if text in (None, kind)]
 
     def to_json(self) -> dict[str, Any]:
-        """Return all figures of the validation and their summaries as JSON values."""
         return {
             **asdict(self),
             "mismatch": asdict(self.mismatch) if self.mismatch else None,

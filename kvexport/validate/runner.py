@@ -50,7 +50,6 @@ def validate_artifact(
     device: str | None = None,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> ValidationResult:
-    """Compare the exported model in the folder `path` with PyTorch."""
     require("validate")
     from kvexport.export.build import read_model
     from kvexport.validate.compare import LAYERS, tolerance_of
@@ -142,7 +141,6 @@ def _whole_calls(prefill: list[bool]) -> set[int]:
 
 
 def _estimate(reference: TorchReference, calls: list[tuple[list[Ids], bool]], whole: int) -> str:
-    """Return an estimate of the validation's duration as text, from timing the longest call of each phase."""
     seconds = 0.0
     for phase in (True, False):
         of_phase = [call_tokens for call_tokens, prefill in calls if prefill == phase]

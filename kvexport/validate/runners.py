@@ -10,7 +10,6 @@ from kvexport.errors import ArtifactError, EnvironmentProblem, UsageError
 
 
 def backends_here(path: Path) -> tuple[list[tuple[str, str | None]], dict[str, str]]:
-    """Return the backends and devices that can run the artifact at `path` on this machine."""
     usable, missing = [], {}
     for backend in backends.all_backends():
         for device in backend.devices:

@@ -50,7 +50,6 @@ def sections(result: ValidationResult) -> list[Section]:
 
 
 def summary(result: ValidationResult) -> dict[str, Any]:
-    """Return the rows of a validation report's first table, as names and values."""
     calls = ", ".join(f"{n} {phase}" for phase, n in Counter(s["phase"] for s in result.steps).items())
     budgets = sorted(set(result.budgets))
     distances = {

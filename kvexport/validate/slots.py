@@ -45,7 +45,6 @@ def with_slots(source: CachePlan, target: CachePlan, arrays: Arrays) -> dict[str
 
 
 def has_beyond(source: CachePlan, target: CachePlan, arrays: Arrays) -> bool:
-    """Return whether state tensors of the plan `source` have nonzero numbers in slots beyond those of `target`."""
     return any(
         bool(np.moveaxis(arrays[tensor.present(i)], tensor.slot_axis, 0)[slots.start + count : slots.stop].any())
         for i, (before, after) in enumerate(zip(source.caches, target.caches, strict=True))
@@ -56,12 +55,6 @@ def has_beyond(source: CachePlan, target: CachePlan, arrays: Arrays) -> bool:
 
 
 def slots_for(votes: NDArray[Any], cache: LayerCache, tokens: int) -> tuple[int, ...]:
-    """Return for each KV head the number of slots that a call needs, at most the capacity.
-
-    Args:
-        votes: [B, S], the votes before the call.
-        cache: The cache.
-        tokens: The tokens of the call.
-    """
+    """Return for each KV head the number of slots that a call needs, at most the capacity."""
     used = max(int((votes[:, slots] > 0).sum(-1).max(initial=0)) for slots in cache.head_slots)
     return cache.first_slots(-(-(used + tokens) // MULTIPLE) * MULTIPLE)

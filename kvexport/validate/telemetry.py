@@ -68,7 +68,6 @@ class Attention:
 
 
 def attend(query: Query, cache: Cache, attributes: VoteAttentionAttributes) -> Attention:
-    """Return the attention of one query over a KV cache with the query's own token and no later one."""
     heads, _, size = cache.key.shape
     logit = (query.vector * attributes.scale).reshape(heads, -1, size) @ cache.key.transpose(-1, -2)
     logit = capped(logit, attributes)

@@ -113,7 +113,6 @@ def schedule(tokens: list[Ids], chunk: int, later: Sequence[int] | None = None) 
 
 
 def continued_prompts(later: Sequence[tuple[list[Ids], bool]]) -> list[int]:
-    """Return the numbers of the sequences whose prompts the next decoder call continues."""
     if not later or not later[0][1]:
         return []
     return [lane for lane, tokens in enumerate(later[0][0]) if len(tokens)]

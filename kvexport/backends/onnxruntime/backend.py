@@ -56,7 +56,6 @@ class OnnxRuntime(Backend):
     runs_adapters = True
 
     def device(self, recipe: Recipe) -> str:
-        """Return the device on which the recipe runs ONNX Runtime: cpu or cuda."""
         from kvexport.backends.onnxruntime import section
 
         return section.of(recipe).device
@@ -74,7 +73,6 @@ class OnnxRuntime(Backend):
         return {"merges on a GPU": f"by MergeCache's ONNX function, which is slower, on some GPUs: {problem}"}
 
     def library_products(self, recipe: Recipe) -> bool:
-        """Return whether the recipe runs on CUDA, where products are ONNX Runtime's own."""
         return self.device(recipe) == "cuda"
 
     def packing_problem(
@@ -132,7 +130,6 @@ class OnnxRuntime(Backend):
         return model
 
     def runners(self, model: Any, manifest: Manifest) -> Runners:
-        """Return polygraphy's runners over the ONNX Runtime sessions of a loaded model."""
         from polygraphy.backend.onnxrt import OnnxrtRunner
 
         decoder = OnnxrtRunner(model.decoder, name="engine")
@@ -144,12 +141,10 @@ class OnnxRuntime(Backend):
         return {op: str(how) for op, how in native.implementations(manifest, device).items()}
 
     def node_opener(self, operators: Sequence[str], method: Method) -> NodeOpener | None:
-        """Return `open_node` if the library of native operators has kernels for all operators and the method."""
         path = native.library()
         return None if any(native.why_function(path, op, method) for op in operators) else native.open_node
 
     def diagnose(self) -> Diagnosis:
-        """Return ONNX Runtime's providers, the state of the native operators."""
         providers, problem = _providers()
         cpu, cuda = _native("cpu"), _native("cuda")
         clash = devices.package_clash()

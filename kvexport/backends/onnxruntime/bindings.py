@@ -33,7 +33,6 @@ class DeviceRows:
         self._whole: NDArray[np.float32] | None = None
 
     def top_logits(self, lane: int) -> TopLogits:
-        """Return the largest logits of a lane, with their token ids."""
         values, ids, mass = (self._largest[name][lane, 0] for name in ("values", "ids", "mass"))
         return TopLogits(ids, values, float(mass[0]), self._logits.shape[-1])
 
@@ -95,7 +94,6 @@ class SmallTensors:
         return device, number, array.dtype.type, array.shape, start + self._offsets[name]
 
     def bind(self, binding: Any, *, output: bool) -> None:
-        """Bind each small tensor to the session's input, or output, of the same name."""
         for name in self.arrays:
             (binding.bind_output if output else binding.bind_input)(name, *self.place(name))
 

@@ -34,16 +34,13 @@ class DeviceArray:
         self._whole: DeviceArray | None = None
 
     def write(self, values: ArrayLike) -> None:
-        """Overwrite the GPU tensor with `values`, which have its shape or are one number for all elements."""
         self._value.update_inplace(np.ascontiguousarray(np.broadcast_to(values, self.shape), dtype=self.dtype))
 
     def read(self) -> NDArray[Any]:
-        """Return the contents of the GPU tensor as an array in host memory."""
         array: NDArray[Any] = self._value.numpy()
         return array
 
     def lanes(self, lanes: slice, session: Any) -> DeviceArray:
-        """Return a GPU tensor over some batch lanes of this one, in the same memory."""
         binding = session.io_binding()
         place = self.place(lanes)
         binding.bind_output(session.get_outputs()[0].name, *place)
@@ -64,7 +61,6 @@ Array = NDArray[Any] | DeviceArray
 
 
 def write(array: Array, values: ArrayLike) -> None:
-    """Overwrite a tensor in host or GPU memory with `values`."""
     if isinstance(array, DeviceArray):
         array.write(values)
     else:

@@ -120,12 +120,10 @@ def module_owner() -> str:
 
 
 def reinstall(device: str) -> str:
-    """Return the command that reinstalls the ONNX Runtime package for `device` over the other package."""
     return f"pip install --force-reinstall --no-deps {SAME_MODULE[device]}"
 
 
 def providers(onnxruntime: Any) -> list[str]:
-    """Return the names of ONNX Runtime's execution providers, with those of registered libraries."""
     names = list(onnxruntime.get_available_providers())
     with contextlib.suppress(Exception):  # releases before 1.22 have no such function
         names += [device.ep_name for device in onnxruntime.get_ep_devices() if device.ep_name not in names]
@@ -181,7 +179,6 @@ def driver() -> Any:
 
 
 def check(library: Any, name: str, code: int) -> None:
-    """Raise EnvironmentProblem if `code`, the result of the driver's function `name`, is an error."""
     if code:
         text = ctypes.c_char_p()
         library.cuGetErrorName(code, ctypes.byref(text))
@@ -191,7 +188,6 @@ def check(library: Any, name: str, code: int) -> None:
 
 
 def gpu_count() -> int:
-    """Return the number of GPUs that CUDA's driver shows to this process."""
     count = ctypes.c_int()
     drive("cuInit", 0)
     drive("cuDeviceGetCount", ctypes.byref(count))

@@ -158,7 +158,6 @@ class OnnxRuntimeState(ModelState):
         return rows
 
     def _run_on(self, name: str, call: _BoundCall) -> None:
-        """Enqueue a run of a bound session."""
         self._model.run(name, call.binding, call.graph, wait=False)
         self._enqueued += 1
 
@@ -258,7 +257,6 @@ class OnnxRuntimeState(ModelState):
         write(self._lanes_of(self.past_length, 0, len(past_length)), past_length)
 
     def _decoder(self, first: int, count: int, tokens: int, turn: int = 0) -> _BoundCall:
-        """Return the decoder session bound to the state of `count` batch lanes."""
         adapted = any(self._adapters[first : first + count])
         key, stays = (first, count, tokens, adapted, turn), tokens == 1 and first == 0
         if not stays and key != self._other:

@@ -55,7 +55,6 @@ class Sessions:
         float_input: bool = False,
         adapters: Adapters | None = None,
     ) -> None:
-        """Open the ONNX Runtime sessions of an exported model."""
         if device != "cpu":  # before adapters take memory of the device
             import onnxruntime
 
@@ -109,7 +108,6 @@ class Sessions:
 
     @property
     def decoder(self) -> Any:
-        """Return the ONNX Runtime session that runs the model's decoder graph."""
         return self.session(DECODER)
 
     @property
@@ -128,7 +126,6 @@ class Sessions:
         return TOP_LOGITS in self._open and any(node.name == "token" for node in self.finder.get_outputs())
 
     def run(self, name: str, binding: Any, graph: int | None, *, wait: bool = True) -> None:
-        """Run an ONNX Runtime session with bound inputs and outputs."""
         session = self.session(name)
         if graph is None and wait:
             session.run_with_iobinding(binding)
@@ -136,21 +133,15 @@ class Sessions:
             session.run_with_iobinding(binding, _run_options(graph, wait))
 
     def open_decoder(self, model: bytes) -> Any:
-        """Return an ONNX Runtime session of another decoder graph over the same weights.
-
-        Args:
-            model: The bytes of its ONNX graph.
-        """
+        """Return an ONNX Runtime session of another decoder graph over the same weights."""
         return self._open[DECODER](graphs=False, model=model)
 
     def new_graph(self, name: str, stays: bool) -> int | None:
-        """Return an id for a new CUDA graph of a session."""
         if name not in self.graphs:
             return None
         return next(self._new_graphs) if stays else NO_GRAPH
 
     def without_graphs(self, name: str, why: str) -> None:
-        """Reopen a session that cannot capture CUDA graphs without them."""
         self.graphs.discard(name)
         self._report(f"{name}: {why}")
         self._opened.pop(name, None)  # releases the old session before the new one is opened

@@ -53,7 +53,6 @@ def why_no_library(device: str = "cpu") -> tuple[str, str]:
 
 
 def how_to_build(device: str) -> str:
-    """Return the command that builds the native operator library for `device`."""
     if checkout():
         return "make native-cuda" if device == "cuda" else "make native"
     if device == "cuda":
@@ -193,12 +192,7 @@ def _ask(path: Path, question: str) -> str:
 
 
 def open_node(model: bytes, threads: int) -> Any:
-    """Return a session of ONNX Runtime's CPU provider for an ONNX model whose nodes are native operators.
-
-    Args:
-        model: The bytes of the model.
-        threads: The number of threads.
-    """
+    """Return a session of ONNX Runtime's CPU provider for an ONNX model whose nodes are native operators."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

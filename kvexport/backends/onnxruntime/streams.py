@@ -14,8 +14,6 @@ _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 
 
 class HostStream:
-    """The stream of sessions on the CPU, where a run has ended when its call returns."""
-
     address: int | None = None  # none; see `CudaStream`
 
     def mark(self) -> Callable[[], None]:
@@ -56,7 +54,6 @@ class CudaStream(HostStream):
         return wait
 
     def wait(self) -> None:
-        """Wait for all runs of the stream."""
         self._call("cuStreamSynchronize", self._stream)
 
     def _call(self, name: str, *arguments: Any) -> None:

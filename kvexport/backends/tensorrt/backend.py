@@ -52,7 +52,6 @@ class TensorRT(Backend):
         return reasons
 
     def preparation(self, recipe: Recipe) -> Preparation:
-        """Return the function that builds TensorRT engines and adds them to an artifact."""
         from kvexport.backends.tensorrt import section
         from kvexport.backends.tensorrt.engines import EngineBuilder
 
@@ -117,7 +116,6 @@ class TensorRT(Backend):
         return LoadedModel(path, manifest)
 
     def runners(self, model: Any, manifest: Manifest) -> Runners:
-        """Return polygraphy's runners over the TensorRT engines of a loaded model."""
         from polygraphy.backend.trt import TrtRunner
 
         from kvexport.backends.tensorrt.engines import DECODE, PREFILL

@@ -33,19 +33,13 @@ class State(Protocol):
     spare: Arena | None
 
     @property
-    def engines(self) -> Plans:
-        """The engines of the model."""
-        ...
+    def engines(self) -> Plans: ...
 
     def bind_lanes(
         self, context: Any, names: list[tuple[str, str]], first: int, count: int, *, width: int, kind: str
-    ) -> tuple[list[Copy], list[Copy]]:
-        """Bind the state tensors of some batch lanes to an execution context."""
-        ...
+    ) -> tuple[list[Copy], list[Copy]]: ...
 
-    def enqueue(self, copies: list[Copy]) -> None:
-        """Enqueue copies between GPU addresses on the stream."""
-        ...
+    def enqueue(self, copies: list[Copy]) -> None: ...
 
 
 class Phase:
@@ -162,7 +156,6 @@ class Call:
         self._replays = [engines.replay(phase.stream, "decode") for _ in range(2)]
 
     def run(self, width: int, first: int, count: int, *, replayed: bool, leader: Phase | None) -> None:
-        """Enqueue the call for `count` lanes from `first` on, of `width` tokens each."""
         if (width, first, count) != self._bound:
             self._bind(width, first, count)
         enqueue = partial(self._enqueue, leader, count)
@@ -172,7 +165,6 @@ class Call:
             enqueue()
 
     def _bind(self, width: int, first: int, count: int) -> None:
-        """Bind all inputs and outputs of a decoder call for `count` lanes from `first` on."""
         backend, phase = self.backend, self.phase
         for name in ("input_ids", "query_length", "past_length"):
             bind(self.context, name, phase.inputs.pointer(name), input_shape(backend.plan, name, count, width))

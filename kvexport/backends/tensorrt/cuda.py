@@ -47,7 +47,6 @@ class Cuda:
         self.api: Any = runtime
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a function of the CUDA runtime by name, and return its results without the error code."""
         try:
             error, *values = getattr(self.api, name)(*arguments)
         except RuntimeError as failure:  # cuda-bindings found no libcuda.so.1
@@ -62,7 +61,6 @@ class Cuda:
         return values[0] if len(values) == 1 else values
 
     def gpu(self) -> Gpu:
-        """Return the name and the compute capability of the current GPU."""
         if not self.call("cudaGetDeviceCount"):
             raise EnvironmentProblem(*_LACKS["cudaErrorNoDevice"])
         properties = self.call("cudaGetDeviceProperties", self.call("cudaGetDevice"))
@@ -70,23 +68,18 @@ class Cuda:
         return Gpu(name.rstrip("\0"), (properties.major, properties.minor))
 
     def stream(self) -> Any:
-        """Return a new CUDA stream, which does not wait for the default stream."""
         return self.call("cudaStreamCreateWithFlags", self.api.cudaStreamNonBlocking)
 
     def synchronize(self, stream: Any) -> None:
-        """Wait for all work in a CUDA stream."""
         self.call("cudaStreamSynchronize", stream)
 
     def event(self) -> Any:
-        """Return a new CUDA event, to wait for a part of a stream's work."""
         return self.call("cudaEventCreateWithFlags", self.api.cudaEventDisableTiming)
 
     def record(self, event: Any, stream: Any) -> None:
-        """Let an event mark the work that a CUDA stream has now."""
         self.call("cudaEventRecord", event, stream)
 
     def wait(self, event: Any) -> None:
-        """Wait for the work that an event marks."""
         self.call("cudaEventSynchronize", event)
 
     def copy(self, target: int, source: int, count: int, stream: Any) -> None:
@@ -113,7 +106,6 @@ class Cuda:
             self.call("cudaGraphDestroy", graph)
 
     def launch(self, graph: Any, stream: Any) -> None:
-        """Enqueue a captured CUDA graph on a stream."""
         self.call("cudaGraphLaunch", graph, stream)
 
 
@@ -162,17 +154,14 @@ class Arena:
         self.host = _pinned(cuda, self.nbytes) if pinned else None
 
     def size(self, name: str) -> int:
-        """Return the bytes of a named tensor in the shared allocation."""
         _, shape, dtype = self._layout[name]
         return math.prod(shape) * dtype.itemsize
 
     def pointer(self, name: str) -> int:
-        """Return the GPU address of a named tensor in the shared allocation."""
         return self.device + self._layout[name][0]
 
     @property
     def names(self) -> list[str]:
-        """The names of the tensors."""
         return [*self._layout]
 
     def array(self, name: str, shape: tuple[int, ...] | None = None) -> NDArray[Any]:

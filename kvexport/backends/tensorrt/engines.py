@@ -65,7 +65,6 @@ def profiles(kind: str, limits: Limits) -> list[Profile]:
 
 
 def single_profile(limits: Limits, count: int) -> int:
-    """Return the number of the decoder's optimization profile for one token of a single sequence."""
     return count - 1 if limits.max_batch > 1 and count == len(profiles("decoder", limits)) else DECODE
 
 
@@ -165,16 +164,7 @@ class EngineBuilder:
         plugin: Path | None,
         task: Any,
     ) -> memoryview:
-        """Build the TensorRT engine of one ONNX graph, and return its serialized plan.
-
-        Args:
-            model: The bytes of the ONNX graph.
-            path: The file that external data is relative to.
-            profiles: The optimization profiles.
-            shape_of: A function that returns the shape of an input for a number of sequences and of tokens of each.
-            plugin: The library of the plugins in the graph, or None.
-            task: The progress bar.
-        """
+        """Build the TensorRT engine of one ONNX graph, and return its serialized plan."""
         trt = self.trt
         builder = trt.Builder(self.log)
         network = builder.create_network(0)  # strongly typed, like every network of TensorRT 11
@@ -246,7 +236,6 @@ def require_sortable(state: CachePlan, why: str) -> None:
 
 
 def input_shape(state: CachePlan, name: str, batch: int, tokens: int) -> tuple[int, ...]:
-    """Return the shape of an ONNX graph's input for `batch` sequences of `tokens` tokens each."""
     if name == "input_ids":
         return (batch, tokens)
     if name in ("query_length", "past_length"):
@@ -258,7 +247,6 @@ def input_shape(state: CachePlan, name: str, batch: int, tokens: int) -> tuple[i
 
 
 def cache_folder() -> Path:
-    """Return the folder where TensorRT's timing caches are kept between builds."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvexport" / "tensorrt"
 
 

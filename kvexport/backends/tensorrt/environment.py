@@ -27,8 +27,6 @@ REBUILD = "kvexport build --from ARTIFACT --backend tensorrt, on the machine tha
 
 @dataclass(frozen=True)
 class Gpu:
-    """The name and compute capability of a GPU."""
-
     name: str
     compute_capability: tuple[int, int]  # major and minor number
 
@@ -48,7 +46,6 @@ def version_of(text: str) -> tuple[int, ...]:
 
 
 def import_tensorrt() -> Any:
-    """Import and return the Python module tensorrt, with builder and parser."""
     return _import("tensorrt")
 
 
@@ -116,7 +113,6 @@ def _import(name: str) -> Any:
 
 
 def require_gpu(cuda: Any) -> Gpu:
-    """Return the name and compute capability of the GPU that CUDA uses, after a check that TensorRT supports it."""
     gpu: Gpu = cuda.gpu()
     if gpu.compute_capability < OLDEST_GPU:
         raise EnvironmentProblem(

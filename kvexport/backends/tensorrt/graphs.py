@@ -66,7 +66,6 @@ def _is_own(node: onnx.NodeProto) -> bool:
 
 
 def _plugin_node(node: onnx.NodeProto) -> onnx.NodeProto:
-    """Return a node as the plugin of its operator would run it."""
     import onnx
 
     plugin = onnx.NodeProto()
@@ -105,12 +104,10 @@ def with_static_rows(function: onnx.FunctionProto) -> onnx.FunctionProto:
 
 
 def plugin_refusal(reason: str) -> Callable[[onnx.NodeProto], str]:
-    """Return a function that returns `reason` for every ONNX node, for a machine without the plugin."""
     return lambda _: reason
 
 
 def refused_operator(op_type: str) -> tuple[str, str]:
-    """Return the text of the error that TensorRT cannot run an operator of REFUSED, and the backend that can."""
     return f"the model has {REFUSED[op_type]}, which TensorRT does not run", f"--backend {default()} --device cuda"
 
 

@@ -28,7 +28,6 @@ class LoadedModel(Plans):
     in_host_memory = False
 
     def new_state(self, plan: CachePlan, lanes: int, memory: Memory | None = None) -> TensorRTState:
-        """Return empty KV caches for `lanes` sequences on the GPU."""
         return TensorRTState(self, plan, lanes)
 
 

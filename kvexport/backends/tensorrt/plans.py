@@ -74,14 +74,7 @@ class Plans:
         return max(int(engine.device_memory_size_v2) for engine in opened)
 
     def context(self, engine: Any, profile: int, stream: Any, memory: int) -> Any:
-        """Return a new execution context of a TensorRT engine.
-
-        Args:
-            engine: The engine.
-            profile: The optimization profile.
-            stream: The stream of its runs.
-            memory: An address of `memory_size` bytes. Contexts that run one after another may share it.
-        """
+        """Return a new execution context of a TensorRT engine."""
         context = engine.create_execution_context(self.trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if context is not None:
             context.set_device_memory(memory, engine.device_memory_size_v2)
@@ -94,7 +87,6 @@ class Plans:
         return context
 
     def enqueue(self, context: Any, stream: Any) -> None:
-        """Enqueue one run of a TensorRT execution context on a CUDA stream."""
         if not context.execute_async_v3(int(stream)):
             raise KvexportError(f"TensorRT did not run an engine: {self._last_errors()}")
 
@@ -120,12 +112,10 @@ class Plans:
 
 
 def names(engine: Any) -> list[str]:
-    """Return the names of a TensorRT engine's inputs and outputs."""
     return [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
 
 
 def bind(context: Any, name: str, address: int, shape: tuple[int, ...] | None = None) -> None:
-    """Set the address of a tensor of an execution context and, for an input, its shape."""
     if shape is not None and not context.set_input_shape(name, shape):
         raise KvexportError(f"the engine does not take {name} of shape {shape}")
     if not context.set_tensor_address(name, address):

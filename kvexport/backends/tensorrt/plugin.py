@@ -36,7 +36,6 @@ def library() -> Path | None:
 
 
 def why_no_library() -> tuple[str, str]:
-    """Return why there is no TensorRT plugin library to register, and the command or setting that provides it."""
     return libraries.why_none(VARIABLE, "the TensorRT plugins", BUILD)
 
 
@@ -55,7 +54,6 @@ def what_building_lacks() -> str | None:
 
 
 def register(trt: Any) -> Path | None:
-    """Register the library of kvexport's plugins with TensorRT's plugin registry."""
     registry = trt.get_plugin_registry()
     if not _missing(registry):
         return None

@@ -17,8 +17,6 @@ NAME = "tensorrt"
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRecord:
-    """The record of an artifact's TensorRT engines in its manifest."""
-
     decoder: str  # file of the decoder's plan
     merge: str | None  # file of the merge's plan, or None
     top_logits: str | None = None  # file of the plan that finds the largest logits, or None
@@ -29,7 +27,6 @@ class EngineRecord:
     options: TensorRTSection  # recipe's options
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record of the TensorRT engines as JSON data for the manifest."""
         return {**asdict(self), "options": self.options.model_dump(mode="json")}
 
 
@@ -46,7 +43,6 @@ def engine_record(root: Path, manifest: Manifest) -> EngineRecord | None:
 
 
 def check_plan(engines: EngineRecord, version: str, gpu: Gpu) -> None:
-    """Check that an artifact's TensorRT plans run with this machine's TensorRT and GPU."""
     built, options = engines.tensorrt, engines.options
     present, required = version_of(version), version_of(built)
     if options.version_compatible:

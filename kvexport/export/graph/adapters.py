@@ -94,7 +94,6 @@ def _data(graph: ir.Graph, products: dict[str, ir.Node]) -> ir.Value:
 
 
 def _put(graph: ir.Graph, module: str, product: ir.Node, mask: ir.Value) -> tuple[int, int]:
-    """Add the product with adapters of one projection, and return its numbers of inputs and outputs."""
     data, after = product.inputs[0], _with_bias(product)
     assert data is not None
     inputs, outputs = dims(data)[-1], dims(product.outputs[0])[-1]

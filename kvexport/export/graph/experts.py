@@ -26,7 +26,6 @@ TRACED = ExpertsForm(bias=1).inputs
 def finish_experts(
     graph: ir.Graph, packings: Mapping[str, PackedFormat], *, float_input: bool = False
 ) -> list[ExpertsForm]:
-    """Name the function of every Experts node, and give it the inputs of its form."""
     forms = set()
     for node in list(graph):
         if not is_op(node, "Experts", DOMAIN):
@@ -52,7 +51,6 @@ def experts_form_of(node: ir.Node) -> ExpertsForm:
 
 
 def is_experts_weight(graph: ir.Graph, name: str) -> bool:
-    """Return whether an initializer of this name is read by an Experts node."""
     value = graph.initializers.get(name)
     return value is not None and any(is_op(node, "Experts", DOMAIN) for node, _ in value.uses())
 
@@ -60,7 +58,6 @@ def is_experts_weight(graph: ir.Graph, name: str) -> bool:
 def _packed(
     graph: ir.Graph, node: ir.Node, packings: Mapping[str, PackedFormat], *, float_input: bool
 ) -> tuple[ExpertsForm, Sequence[ir.Value]]:
-    """Return the form of an Experts node with its packed weights, and its inputs."""
     form = experts_form_of(node)
     inputs: list[ir.Value] = []
     packed, group = [], []

@@ -75,20 +75,6 @@ def finish_decoder(
 
     Weights become external data, KV caches become inputs and outputs of the graph, and the ONNX function of each
     VoteAttention (the attention operator) is added.
-
-    Args:
-        model: The trace.
-        locations: The place of every initializer's bytes.
-        folder: The folder of the weights.
-        method: The compression method.
-        geometry: The attention geometry of every layer.
-        plan: The cache plan.
-        functions: The functions of each layer's VoteAttention.
-        packings: The formats of packed weights, by initializer.
-        passes: The rewrites of the graph.
-        float_input: Whether packed weights are multiplied with inputs that are not rounded.
-        library: Whether products are operators of ONNX Runtime, for its CUDA provider, and packed weights are in their
-            layout.
     """
     expert_forms = finish_experts(model.graph, packings, float_input=float_input)
     matrices = {name: x for name, x in packings.items() if not is_experts_weight(model.graph, name)}
@@ -177,7 +163,6 @@ def merge_model(plan: CachePlan, method: Method) -> onnx.ModelProto | None:
 
 
 def merge_attributes(layer: LayerCache, method: Method) -> tuple[MergeCacheAttributes, ...]:
-    """Return for each KV head of a layer the attributes of the MergeCache node that compresses its cache."""
     return tuple(
         MergeCacheAttributes(
             method, budget, layer.sinks, recent, layer.sliding_window, layer.rotary, layer.value_prefix

@@ -29,14 +29,11 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.lay
 
 @dataclass(frozen=True)
 class Layers:
-    """The decoder layers of a model, and which of them compute the same function."""
-
     name: str  # name of the model's module list that has the layers
     modules: tuple[nn.Module, ...]
     first: tuple[int, ...]  # for each layer the number of the first layer that computes the same
 
     def traced(self) -> tuple[int, ...]:
-        """Return the numbers of the layers to trace: the first two of each kind. The second one is a check."""
         return tuple(i for i, first in enumerate(self.first) if self.first[:i].count(first) < 2)
 
 
@@ -159,13 +156,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        """Record a decoder layer's call of its attention as one of the layer's operations."""
         same = {name: option for name, option in options.items() if name != "layer"}  # each layer's number is its own
         self._note("attention", (query, key, value, same))
         return query.new_empty(*query.shape[:3], value.shape[3])
 
     def mask(self, mask_function: Any) -> Any:
-        """Return None in place of an attention mask, as during the trace."""
         return None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -48,7 +48,6 @@ def name_nodes(graph: ir.Graph) -> None:
 
 
 def _name_outputs(node: ir.Node, modules: list[str], kept: Container[ir.Value], unique: Callable[[str], str]) -> None:
-    """Name the outputs of a node: those of a Linear by the modules of its weights, all others by the node."""
     by_module = is_linear(node) and len(modules) == len(node.outputs)
     for i, value in enumerate(node.outputs):
         if value not in kept:

@@ -38,7 +38,6 @@ from kvexport.schema.state import STATE, StateTensor, scales_of
 
 
 def layer_attributes(method: Method, layer: LayerGeometry, value_prefix: int = 0) -> VoteAttentionAttributes:
-    """Return the attributes of a layer's VoteAttention node."""
     return VoteAttentionAttributes(
         scale=layer.scale,
         vote_exponent=method.vote_exponent,
@@ -187,7 +186,6 @@ class _Decoder(nn.Module):
 
 
 def initializer_names(model: Any) -> dict[str, str]:
-    """Return the name of the ONNX initializer that a trace gives each parameter, by the parameter's name in `model`."""
     return {name: f"model.{name}" for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
@@ -229,7 +227,6 @@ def _trace_some(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers
 
 
 def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers: Sequence[int]) -> ir.Model:
-    """Trace the decoder to an ONNX IR model with the layers numbered `layers`."""
     decoder.layers = layers
     batch, tokens = Dim("batch"), Dim("tokens")
     with mode:
@@ -298,7 +295,6 @@ def _reason(error: Exception) -> str:
 
 
 def _shape_experts(graph: ir.Model, model: Any) -> None:
-    """Change the shapes of expert weights in a trace to those in an artifact."""
     names = initializer_names(model)
     for name, layout in expert_layouts(model).items():
         value = graph.graph.initializers.get(names.get(name, ""))  # experts of an encoder are left out

@@ -25,8 +25,6 @@ IMPLEMENTATION = "kvexport"
 
 
 class Attending(Protocol):
-    """An object that computes the layers' attention within a context of `attending`."""
-
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         """Return the attention output [B, Hq, T, Dv] of one layer.
 
@@ -52,7 +50,6 @@ _attended: ContextVar[set[int]] = ContextVar("attended")  # layers that have att
 
 @contextlib.contextmanager
 def attending(attention: Attending) -> Iterator[None]:
-    """Let the model's attention layers call `attention` within this context."""
     token, cached, attended = _current.set(attention), _cached.set({}), _attended.set(set())
     try:
         yield
@@ -82,7 +79,6 @@ class PassThroughCache(Cache):
         self.updated: set[int] = set()
 
     def as_arguments(self, model: Any) -> dict[str, Any]:
-        """Return the arguments that give this cache to `model`, under the name that its version of transformers has."""
         return {cache_name(model): self, "use_cache": True}
 
     def update(
@@ -94,7 +90,6 @@ class PassThroughCache(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
-        """Return 0 as the number of cached tokens: positions are always given explicitly."""
         if layer_idx is not None:
             raise UsageError(
                 f"layer {layer_idx} of {self.model_type} computes positions from the length of its cache, not from "
@@ -104,11 +99,9 @@ class PassThroughCache(Cache):
         return 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return 0 as the position of the first query, as for an empty cache."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return (number of keys, offset of the first key) for the mask: (query length, 0), as for an empty cache."""
         return query_length, 0
 
     def _no_attention(self, *args: Any, **kwargs: Any) -> Any:

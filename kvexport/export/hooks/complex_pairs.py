@@ -16,14 +16,11 @@ from torch import Tensor
 
 
 class Pairs:
-    """Complex numbers as pairs of real numbers, with the operations that rotary embeddings use."""
-
     def __init__(self, parts: Tensor) -> None:
         self.parts = parts
 
     @property
     def device(self) -> torch.device:
-        """The device that the complex numbers are on."""
         return self.parts.device
 
     def __mul__(self, other: Pairs | float) -> Pairs:
@@ -37,11 +34,9 @@ class Pairs:
         return Pairs(self.parts[position])
 
     def unsqueeze(self, dim: int) -> Pairs:
-        """Return the numbers with a dimension of size 1 inserted at `dim`."""
         return Pairs(self.parts.unsqueeze(dim if dim >= 0 else dim - 1))
 
     def to(self, device: Any) -> Pairs:
-        """Return a copy of the complex numbers on another device."""
         return Pairs(self.parts.to(device))
 
 

@@ -49,7 +49,6 @@ class Layout:
     interleaved: bool  # gate and up rows alternate, as in gpt-oss
 
     def artifact_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape that a module's tensor of expert weights has in an artifact."""
         return (shape[0], shape[2], shape[1]) if self.transposed else shape
 
     def to_artifact(self, x: Tensor) -> Tensor:
@@ -59,14 +58,12 @@ class Layout:
         return torch.cat([x[:, 0::2], x[:, 1::2]], 1) if self.interleaved else x
 
     def to_module(self, x: Tensor) -> Tensor:
-        """Return an artifact's tensor of expert weights in the layout of the module: the inverse of `to_artifact`."""
         if self.interleaved:
             x = torch.stack(x.chunk(2, 1), 2).flatten(1, 2)
         return x.transpose(1, 2) if self.transposed else x
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, module) of every module whose experts transformers computes by a registered function."""
     for name, module in model.named_modules():
         if hasattr(module, "is_concatenated") and hasattr(module, "has_gate"):
             yield name, module
@@ -139,7 +136,6 @@ def experts_form(module: Any) -> ExpertsForm:
 
 
 def _candidates(module: Any) -> Iterator[ExpertsForm]:
-    """Yield the possible forms of a module's experts: every activation, with numbers from the module's attributes."""
     numbers = {float(x) for name, x in vars(module).items() if isinstance(x, (int, float)) and not name.startswith("_")}
     gate, bias = int(module.has_gate), int(module.has_bias)
     for activation in ACTIVATIONS:

@@ -19,7 +19,6 @@ from kvexport.errors import UsageError
 
 
 def is_latent(module: nn.Module) -> bool:
-    """Return whether an attention module expands its keys and values from latents."""
     return hasattr(module, "expand_kv")
 
 

@@ -44,8 +44,6 @@ LINEAR_ATTENTION: Any = torch.ops.kvexport.linear_attention.default
 
 
 class RecurrentCache(PassThroughCache):
-    """A cache of transformers for one call of a model whose layers may have recurrent states."""
-
     def __init__(
         self,
         model_type: str = "the model",
@@ -65,7 +63,6 @@ class RecurrentCache(PassThroughCache):
         return True
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return whether the graph has inputs with the convolution and recurrent states of earlier calls."""
         return bool(self.past)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
@@ -79,15 +76,7 @@ class RecurrentCache(PassThroughCache):
         conv_kernel_size: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Return a convolution's inputs [B, channels, K - 1 + T]: those of the last K - 1 tokens, then the new ones.
-
-        Args:
-            conv_states: [B, channels, T], the new inputs.
-            layer_idx: The number of the layer.
-            state_idx: The number of the convolution in its layer.
-            conv_kernel_size: K.
-            **kwargs: Ignored.
-        """
+        """Return a convolution's inputs [B, channels, K - 1 + T]: those of the last K - 1 tokens, then the new ones."""
         if conv_kernel_size is None:
             raise UsageError(
                 f"layer {layer_idx} of {self.model_type} keeps a convolution state without naming the size of its "
@@ -137,7 +126,6 @@ class RecurrentCache(PassThroughCache):
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        """Collect the state of a layer's linear attention after this call, and return it."""
         if self.traced and recurrent_states is not self._computed:
             raise UsageError(
                 f"layer {layer_idx} of {self.model_type} computes its recurrent state in code of its own (state-space "
@@ -148,7 +136,6 @@ class RecurrentCache(PassThroughCache):
         return recurrent_states
 
     def states(self) -> tuple[LayerStates, ...]:
-        """Return the states after a call, layer by layer."""
         layers: dict[int, list[StateTensor]] = {}
         for (layer, name), x in sorted(self.present.items()):
             dtype: Any = str(x.dtype).removeprefix("torch.")

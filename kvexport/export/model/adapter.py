@@ -25,8 +25,6 @@ from kvexport.tensor_files.shards import refuse_link, some_names
 
 @dataclass(frozen=True)
 class Adapted:
-    """A weight of a checkpoint with an adapter's change added."""
-
     base: TensorEntry | Source  # weight without the change, in floats
     first: TensorEntry  # A [rank, inputs]
     second: TensorEntry  # B [outputs, rank]
@@ -36,17 +34,14 @@ class Adapted:
 
     @property
     def name(self) -> str:
-        """The name of the weight's tensor in the checkpoint."""
         return self.base.name
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the weight as the checkpoint stores it."""
         rows, columns = self.base.shape
         return rows, columns
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield the rows of the changed weight in float32, block by block."""
         left, right = load_tensor(self.second, "float32"), load_tensor(self.first, "float32")
         if self.transposed:
             left, right = right.T, left.T
@@ -69,7 +64,6 @@ class Adapted:
 
 
 def merge_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
-    """Return a checkpoint whose weights are those of `checkpoint` with an adapter added."""
     for name in (CONFIG, WEIGHTS):
         refuse_link(folder / name)
     adapter = read_adapter(folder, "--set weights.merge_adapter")

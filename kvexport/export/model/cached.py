@@ -15,7 +15,6 @@ COMPLETE = "config.json"  # is written last
 
 
 def cache_folder(kind: str) -> Path:
-    """Return kvexport's folder in the user's cache directory (XDG_CACHE_HOME) for one kind of files."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "kvexport" / kind
 
@@ -31,7 +30,6 @@ def make_cache_folder(folder: Path) -> None:
 
 
 def is_complete(folder: Path, last: str = COMPLETE) -> bool:
-    """Return whether a cache folder, whose file `last` is written last, was written completely."""
     return (folder / last).is_file()
 
 

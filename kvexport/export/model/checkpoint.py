@@ -56,7 +56,6 @@ def open_checkpoint(path: str, revision: str | None, *, weights: bool = True, ad
 
 
 def resolve_checkpoint(path: str, revision: str | None, *, weights: bool = True) -> Path:
-    """Return the directory of a checkpoint, or the path of a GGUF file."""
     local = Path(path)
     try:
         if path and local.is_dir():
@@ -83,7 +82,6 @@ def resolve_checkpoint(path: str, revision: str | None, *, weights: bool = True)
 
 
 def is_gguf(path: str) -> bool:
-    """Return whether `path` names an existing GGUF file."""
     return path.endswith(GGUF) and Path(path).is_file()
 
 
@@ -156,7 +154,6 @@ def _from_gguf(path: Path) -> Checkpoint:
 
 
 def _texts(path: Path) -> tuple[Path, ...]:
-    """Return the files of a checkpoint that an artifact takes over as they are, and check all that it reads."""
     refuse_link(path / OLDER)
     texts = [path / name for name in TOKENIZER_FILES if os.path.lexists(path / name)]
     for file in texts:

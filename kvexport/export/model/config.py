@@ -29,7 +29,6 @@ SIZES = (
 
 
 def load_config(source: str, recipe: Recipe) -> Any:
-    """Return the transformers config of a directory or hub id."""
     revision = recipe.model.revision
     raw: dict[str, Any] = {}
     try:

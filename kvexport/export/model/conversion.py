@@ -102,7 +102,6 @@ def _values(tensor: Stored, expert: int | None) -> Array:
 def assembled_parameters(
     model: Any, tensors: Mapping[str, Stored], present: Mapping[str, str]
 ) -> dict[str, Assembled | PackedExperts]:
-    """Return the parameters of `model` that have to be assembled from tensors of the checkpoint."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     layouts = expert_layouts(model)
     result: dict[str, Assembled | PackedExperts] = {}
@@ -163,7 +162,6 @@ def _collected(
 
 
 def _run(rule: Any, named: Mapping[str, list[Tensor]], context: Any) -> dict[str, Tensor]:
-    """Run the operations of one of transformers' conversion rules on tensors, and return the parameters by name."""
     results: Any = dict(named)
     for operation in rule.operations:
         results = operation.convert(

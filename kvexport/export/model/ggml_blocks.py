@@ -20,8 +20,6 @@ Array = NDArray[Any]
 
 
 class Layout(NamedTuple):
-    """The layout of one ggml block type, and its conversion to packed weights."""
-
     block: np.dtype[Any]  # numPy's type of one block
     packing: PackedFormat
     # Function from an array of blocks to `weight` as stored, and flat `scale` and `minimum`

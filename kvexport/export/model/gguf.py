@@ -48,8 +48,6 @@ FLOATS = ("F32", "F16", "BF16", "F64")
 
 @dataclass(frozen=True)
 class Gguf:
-    """The header of a GGUF file."""
-
     file: Path
     metadata: dict[str, Any]  # values by key
     # Tensors by name, row-major: a matrix is [outputs, inputs]. dtype is ggml's name of the type.
@@ -58,7 +56,6 @@ class Gguf:
 
 
 def read_gguf(file: Path) -> Gguf:
-    """Read the header of a GGUF file."""
     try:
         with file.open("rb") as stream:
             size = file.stat().st_size
@@ -185,7 +182,6 @@ class GgufWeight:
 
     @property
     def name(self) -> str:
-        """Return the name of the weight's tensor in the GGUF file."""
         return self.entry.name
 
     @property

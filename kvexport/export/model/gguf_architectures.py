@@ -45,8 +45,6 @@ Meta = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture of llama.cpp."""
-
     model_type: str  # transformers' name
     model_class: str  # name of transformers' class
     names: Mapping[str, str]  # llama.cpp's names of tensors, without layer and ending -> those of transformers
@@ -61,7 +59,6 @@ class Architecture:
 
 
 def shortest(value: float) -> float:
-    """Return the float64 with the shortest decimal text of a float32 value: 1e-05, not 9.99999974e-06."""
     return float(str(np.float32(value)))
 
 

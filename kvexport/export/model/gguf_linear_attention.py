@@ -38,8 +38,6 @@ PROJECTIONS = {"qwen3next": ("ssm_ba",), "qwen35": ("ssm_beta", "ssm_alpha")}
 
 @dataclass(frozen=True)
 class LinearHeads:
-    """The heads of linear attention."""
-
     keys: int
     values: int
     key_size: int
@@ -47,7 +45,6 @@ class LinearHeads:
 
     @property
     def query_key_rows(self) -> int:
-        """The rows of all queries and keys."""
         return 2 * self.keys * self.key_size
 
     @property
@@ -55,7 +52,6 @@ class LinearHeads:
         return self.values * self.value_size
 
     def apart(self) -> Indices:
-        """Return for each value head of transformers its number in a file of qwen35."""
         head = np.arange(self.values)
         of_key = self.values // self.keys
         return head % of_key * self.keys + head // of_key
@@ -90,7 +86,6 @@ class Rearranged:
         return self.parts[0].packing
 
     def blocks(self) -> Iterator[dict[str, Array]]:
-        """Yield the whole weight."""
         blocks = [block for part in self.parts for block in part.blocks()]
         yield {name: self._ordered([block[name] for block in blocks]) for name in blocks[0]}
 
@@ -126,7 +121,6 @@ class Ordered:
         return math.prod(self.full_shape[:-1]), self.full_shape[-1]
 
     def blocks(self) -> Iterator[dict[str, Array]]:
-        """Yield the whole parameter in float32."""
         values = load_tensor(self.entry, "float32").reshape(self.full_shape[0], -1)
         if self.first:
             values = values[list(self.first)]
@@ -145,7 +139,6 @@ class Ordered:
 
 
 def linear_attention_of(prefix: str, kind: str, heads: LinearHeads, entries: Entries) -> dict[str, Source]:
-    """Return the parameters of a layer's linear attention by name."""
     _check(prefix, kind, heads, entries)
     apart = kind == "qwen35"
     head = heads.apart() if apart else np.arange(heads.values)

@@ -106,7 +106,6 @@ def _drafted_layer(gguf: Gguf, kind: str) -> str | None:
 
 
 def _linear_heads(gguf: Gguf, kind: str) -> LinearHeads:
-    """Return the heads of linear attention that a GGUF file's metadata describes."""
     names = ("group_count", "time_step_rank", "state_size", "inner_size")
     numbers: list[Any] = [gguf.metadata.get(f"{kind}.ssm.{name}") for name in names]
     if not all(type(x) is int and x > 0 for x in numbers) or numbers[1] % numbers[0] or numbers[3] % numbers[1]:
@@ -136,7 +135,6 @@ def _paired_heads(gguf: Gguf, kind: str, architecture: Architecture, name: str, 
 
 
 def _architecture(gguf: Gguf) -> tuple[str, Architecture]:
-    """Return llama.cpp's name of a file's architecture, and the architecture."""
     kind = gguf.metadata.get("general.architecture")
     if kind not in ARCHITECTURES:
         raise UsageError(
@@ -173,8 +171,6 @@ def write_texts(gguf: Gguf, folder: Path) -> None:
 
 
 class _Metadata(dict[str, Any]):
-    """The metadata of an architecture, by keys without the architecture's name."""
-
     def __init__(self, kind: str, metadata: Mapping[str, Any]) -> None:
         prefix = f"{kind}."
         super().__init__({key.removeprefix(prefix): x for key, x in metadata.items() if key.startswith(prefix)})
@@ -251,7 +247,6 @@ def _scaling(gguf: Gguf, kind: str, base: float, size: int | None) -> dict[str, 
 
 
 def _llama3_factors(base: float, size: int, parameters: Mapping[str, float]) -> Any:
-    """Return the factor by which Llama 3's scaling divides each rotary frequency."""
     frequencies = base ** -(np.arange(0, size, 2, dtype=np.float64) / size)
     lengths = 2 * math.pi / frequencies
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]

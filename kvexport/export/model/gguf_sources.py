@@ -30,7 +30,6 @@ class SmallTensor:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """The shape of the parameter."""
         return (*self.parts[0].shape[:-1], sum(part.shape[-1] for part in self.parts))
 
     @property
@@ -39,7 +38,6 @@ class SmallTensor:
         return math.prod(self.full_shape[:-1]), self.full_shape[-1]
 
     def blocks(self) -> Iterator[dict[str, Array]]:
-        """Yield the whole parameter in float32."""
         whole = np.concatenate([load_tensor(part, "float32") for part in self.parts], axis=-1)
         yield {"weight": whole.reshape(self.shape) + np.float32(self.plus)}
 
@@ -85,7 +83,6 @@ def _required(stored: Mapping[tuple[str, str], TensorEntry], name: str, prefix: 
 
 
 def _joined(name: str, shape: tuple[int, ...], stacked: Sequence[TensorEntry]) -> PackedExperts:
-    """Return the weight of all experts whose rows are those of the matrices of `stacked`, expert by expert."""
     matrices: list[Source] = [
         GgufWeight(_expert(entry, i), expert=True) for i in range(shape[0]) for entry in stacked
     ]  # fmt: skip
@@ -95,6 +92,5 @@ def _joined(name: str, shape: tuple[int, ...], stacked: Sequence[TensorEntry]) -
 
 
 def _expert(entry: TensorEntry, i: int) -> TensorEntry:
-    """Return the matrix of expert number i in a tensor of all experts of a layer."""
     size = entry.nbytes // entry.shape[0]
     return replace(entry, shape=entry.shape[1:], offset=entry.offset + i * size, nbytes=size)

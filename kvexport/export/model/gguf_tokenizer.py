@@ -99,7 +99,6 @@ def write_tokenizer(gguf: Gguf, folder: Path, length: int) -> None:
 
 
 def end_ids(meta: Mapping[str, Any]) -> list[int]:
-    """Return the ids of tokens that end an answer: those that the file names, and those known by their text."""
     tokens = meta["tokenizer.ggml.tokens"]
     named = [meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     texts = set(_END_TEXTS)
@@ -112,7 +111,6 @@ def end_ids(meta: Mapping[str, Any]) -> list[int]:
 
 
 def _templates(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chat templates as tokenizer_config.json has them: one, or several by name."""
     prefix = "tokenizer.chat_template"
     named = {key.removeprefix(f"{prefix}."): x for key, x in meta.items() if key.startswith(f"{prefix}.")}
     default = meta.get(prefix)

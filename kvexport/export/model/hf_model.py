@@ -70,7 +70,6 @@ def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, F
 
 
 def on_meta(config: Any, dtype: torch.dtype, max_length: int, attention: str = IMPLEMENTATION) -> Any:
-    """Return the model of a config with parameters on the meta device and real buffers."""
     with torch.device("meta"):
         experts = EXPERTS if attention == IMPLEMENTATION else "eager"
         model = auto_class(config).from_config(

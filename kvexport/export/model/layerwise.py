@@ -28,7 +28,6 @@ class LayerwiseDecoder:
     """The float32 model of a checkpoint, for passes over one text at a time."""
 
     def __init__(self, checkpoint: Checkpoint, recipe: Recipe) -> None:
-        """Make the model without weights."""
         with quiet_exporter():
             self._model = float_model(checkpoint, recipe, IMPLEMENTATION)
         self._type = self._model.config.model_type
@@ -53,7 +52,6 @@ class LayerwiseDecoder:
 
     @contextmanager
     def _running(self, attention: Attending) -> Iterator[None]:
-        """Compute attention with `attention` within this context, and turn errors of the model into UsageError."""
         try:
             with quiet_exporter(), attending(attention):
                 yield
@@ -65,7 +63,6 @@ class LayerwiseDecoder:
             ) from error
 
     def passes(self, ids: Sequence[int], attention: Attending, advance: Callable[[], None] = lambda: None) -> _Passes:
-        """Run the layers forward over a text, and return an object for backward passes."""
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         outputs: list[Any] = []
 
@@ -104,8 +101,6 @@ class LayerwiseDecoder:
 
 
 class _Passes:
-    """The passes over one text after its forward pass."""
-
     def __init__(self, decoder: LayerwiseDecoder, ids: Sequence[int], calls: Any, output: Any) -> None:
         self._decoder, self._ids, self._calls, self._output = decoder, ids, calls, output
 
@@ -128,7 +123,6 @@ class _Passes:
     def layer_gradients(
         self, i: int, attention: Attending, output_of: Callable[[], Tensor], gradients: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Run layer i again, and return gradients at its attention output and at its input."""
         args, kwargs = self._calls[i]
         layer_input = args[0] if args else kwargs["hidden_states"]
         hidden = layer_input.detach().requires_grad_(True)

@@ -128,8 +128,6 @@ class _Probe:
 
 
 class Layout(NamedTuple):
-    """The layers of a model, found by a probe."""
-
     geometry: list[LayerGeometry]  # attention of each layer that attends
     attention_layers: tuple[int, ...]  # numbers of these layers; empty if every layer attends
     states: tuple[LayerStates, ...]  # recurrent states of the layers that have one
@@ -137,7 +135,6 @@ class Layout(NamedTuple):
 
 
 def probe_layers(model: Any, mode: FakeTensorMode) -> Layout:
-    """Return the geometry of every layer's attention, and the recurrent states of the other layers."""
     probe, reads = _Probe(model), _Reads()
     kind = model.config.model_type
     _refuse_other_inputs(model)
@@ -213,7 +210,6 @@ def _keep_read(model: Any, reads: _Reads) -> None:
 
 
 def _refuse_other_inputs(model: Any) -> None:
-    """Raise UsageError if the model needs other inputs than tokens."""
     for name, parameter in inspect.signature(model.forward).parameters.items():
         required = parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.default is parameter.empty
         if required and name != "input_ids":

@@ -87,7 +87,6 @@ class _Probe:
 
     @contextlib.contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Record calls of the model's rotary embedding modules and functions within this context."""
         namespaces = {type(m).__module__ for m in model.modules() if hasattr(sys.modules[type(m).__module__], APPLY)}
         own = {name: getattr(sys.modules[name], APPLY) for name in namespaces}
         hooks = [m.register_forward_hook(self.note, with_kwargs=True) for m in self.modules]

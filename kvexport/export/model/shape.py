@@ -9,8 +9,6 @@ from kvexport.plan.cache import CachePlan, LayerGeometry
 
 
 class ModelShape(NamedTuple):
-    """A checkpoint and its model before the build."""
-
     checkpoint: Checkpoint
     model: Any  # model of transformers, whose parameters are fake tensors
     mode: Any  # mode of these fake tensors

@@ -24,7 +24,6 @@ UNREAD = nn.UninitializedParameter(requires_grad=False)
 
 
 def stream_weights(model: Any, checkpoint: Checkpoint, sources: Mapping[str, str]) -> None:
-    """Let each module of a model read its own weights when it is called, and free them when it returns."""
     embedding = model.get_input_embeddings()
     for prefix, module in model.named_modules():
         above = f"{prefix}." if prefix else ""
@@ -38,7 +37,6 @@ def stream_weights(model: Any, checkpoint: Checkpoint, sources: Mapping[str, str
 
 
 def float_model(checkpoint: Checkpoint, recipe: Recipe, attention: str = "sdpa") -> Any:
-    """Return the model of a checkpoint in eval mode without weights, its type float32."""
     config = load_config(str(checkpoint.path), recipe)
     try:
         model = on_meta(config, torch.float32, recipe.rotary_length, attention)

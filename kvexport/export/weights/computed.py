@@ -40,7 +40,6 @@ class ComputedSpec:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes that the initializer takes in the artifact."""
         return sum(component.nbytes for component in self.components.values())
 
 

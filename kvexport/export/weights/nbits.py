@@ -46,7 +46,6 @@ class NBits:
 
     @property
     def name(self) -> str:
-        """The name of the weight's tensor in the checkpoint."""
         return self.source.name
 
     @property
@@ -56,13 +55,11 @@ class NBits:
 
     @property
     def packing(self) -> PackedFormat:
-        """The format of the converted numbers."""
         packing = self.source.packing
         assert packing is not None
         return nbits_format(packing, self.shape[1])
 
     def blocks(self) -> Iterator[dict[str, Array]]:
-        """Yield the converted rows, block by block."""
         old, new, inputs = self.source.packing, self.packing, self.shape[1]
         assert old is not None
         offset = 1 << (new.bits - 1) if new.signed else 0

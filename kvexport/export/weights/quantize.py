@@ -31,15 +31,12 @@ _LEAST_SCALE = np.float32(2.0**-24)  # of float16, so that no group that holds a
 
 @dataclass(frozen=True)
 class Rounded:
-    """A weight of the checkpoint that is rounded to 4 or 8 bits while it is read."""
-
     entry: TensorEntry | Source  # weight [outputs, inputs]: a tensor, or a source of floats
     packing: PackedFormat
     positive: bool = False  # whether all scales are above 0
 
     @property
     def name(self) -> str:
-        """The name of the weight's tensor in the checkpoint."""
         return self.entry.name
 
     @property
@@ -55,7 +52,6 @@ class Rounded:
         return whole
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield the rounded rows of the weight with their scales and zero points, block by block."""
         for rows in self._rows():
             groups = rows.reshape(len(rows), -1, self.packing.group)
             numbers, offsets = round_groups(groups, self.packing, positive=self.positive)
@@ -89,7 +85,6 @@ def fitting_group(group: int, inputs: int) -> int | None:
 def round_groups(
     groups: Floats, packing: PackedFormat, *, positive: bool = False
 ) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
-    """Round groups of weights to 4 or 8 bits."""
     low, high = packing.lowest, packing.lowest + (1 << packing.bits) - 1
     # Groups are columns here: sums over the first dimension are of whole vectors.
     columns = np.ascontiguousarray(groups.reshape(-1, packing.group).T)

@@ -99,7 +99,6 @@ def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spe
 
 
 def stored_specs(specs: list[Spec], recipe: Recipe) -> list[Spec]:
-    """Return the specs with packed weights in the layout of the backend's products."""
     return nbits_specs(specs) if backends.get(recipe.backend.name).library_products(recipe) else specs
 
 
@@ -196,7 +195,6 @@ def _parameter_bytes(model: Any, recipe: Recipe) -> dict[str, int]:
 
 
 def packings(specs: Sequence[Spec]) -> dict[str, PackedFormat]:
-    """Return the packed formats of the packed weights among `specs`, by initializer."""
     return {
         spec.name: spec.source.packing
         for spec in specs
@@ -246,7 +244,6 @@ def weight_notes(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[str
 
 
 def _cast(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[str]:
-    """Return notes on packed weights of the checkpoint that become floats."""
     cast: dict[tuple[str, str], list[str]] = {}
     embeddings, sources = _embeddings(model), parameter_sources(model, [*checkpoint.tensors, *checkpoint.computed])
     expansions, layouts = expansion_weights(model), expert_layouts(model)
@@ -262,7 +259,6 @@ def _cast(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[str]:
 
 
 def _unpacked_experts(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[str]:
-    """Return notes on experts that the checkpoint has packed and that become floats."""
     if not checkpoint.computed or not expert_layouts(model):
         return []
     tensors: dict[str, TensorEntry | Source] = {**checkpoint.tensors, **checkpoint.computed}

@@ -56,7 +56,6 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes that the initializer takes in the artifact, after the cast."""
         return math.prod(self.shape) * np.dtype(WANTED[self.dtype]).itemsize
 
 
@@ -74,8 +73,6 @@ Key: TypeAlias = "tuple[TensorEntry | Source, Dtype]"
 
 
 class WrittenWeights(NamedTuple):
-    """The result of writing weights."""
-
     locations: dict[str, Location]  # place of each initializer; for packed weights of each of their tensors
     # Sha256 (hex) of every written file, by its path in the staging folder. Hard-linked files have none, because they
     # were not read.
@@ -208,7 +205,6 @@ class _DataFile:
         self._shared: dict[tuple[str, bytes], Location] = {}
 
     def append_all(self, spec: Spec, progress: Callable[[int], None]) -> dict[str, Location]:
-        """Append the tensors of an initializer to the weight file, one after another, and return the place of each."""
         if isinstance(spec, TensorSpec):
             return {"weight": self._append(spec.nbytes, cast_blocks(spec.entry, spec.dtype), progress)}
         placed = {}
@@ -303,15 +299,7 @@ def _link_files(
 def _copy_file(
     source: Path, target: Path, counted: int, progress: Callable[[int], None], seen: Callable[[int, memoryview], None]
 ) -> tuple[str, int]:
-    """Copy a whole shard of a checkpoint, and return the copy's sha256 and size in bytes.
-
-    Args:
-        source: The shard.
-        target: The copy.
-        counted: The number of its bytes that belong to initializers, for `progress`.
-        progress: Called with copied bytes.
-        seen: Called with each block, as by `file_digests`.
-    """
+    """Copy a whole shard of a checkpoint, and return the copy's sha256 and size in bytes."""
     digest, left, size = hashlib.sha256(), counted, 0
     with source.open("rb") as reader, target.open("xb") as writer:
         while block := reader.read(BLOCK_BYTES):

@@ -52,7 +52,6 @@ class ColumnPacked:
 
     @property
     def name(self) -> str:
-        """The name of the weight's tensor in the checkpoint."""
         return self.qweight.name
 
     @property

@@ -64,7 +64,6 @@ class Float4:
 
     @property
     def name(self) -> str:
-        """The name of the weight's tensor in the checkpoint."""
         return self.weight.name
 
     @property
@@ -74,7 +73,6 @@ class Float4:
         return n, 2 * half
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield the packed rows of the weight with their scales."""
         n, k = self.shape
         scale = require_scales(self.scale.name, self._scales()) * np.float32(0.5)
         for rows in row_blocks(n, k // 2, BLOCK_BYTES):
@@ -123,7 +121,6 @@ def float4(name: str, entry: TensorEntry, tensors: Tensors, prefix: str, total: 
 
 
 def read_nvfp4(_: Mapping[str, Any], tensors: Tensors) -> Read:
-    """Return the weights of a checkpoint in ModelOpt's NVFP4."""
     sources: dict[str, Source] = {}
     used: set[str] = set()
     for name, entry in tensors.items():
@@ -154,12 +151,10 @@ class TableOf16:
 
     @property
     def name(self) -> str:
-        """The name of the weight's tensor in the checkpoint."""
         return self.weight.name
 
     @cached_property
     def _scales(self) -> NDArray[np.float32]:
-        """Return the scales of all blocks of a bitsandbytes weight."""
         scale = whole(self.scale).reshape(-1)
         if self.nested is not None:
             table, own = map(whole, self.nested)
@@ -167,7 +162,6 @@ class TableOf16:
         return scale.astype(np.float32)
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield the dequantized rows of the weight in float32."""
         (n, k), table = self.shape, whole(self.table).astype(np.float32)
         scale = self._scales
         for rows in row_blocks(n, 4 * k, BLOCK_BYTES):

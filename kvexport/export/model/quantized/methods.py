@@ -54,7 +54,6 @@ def quantization_of(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] 
 
 
 def read_quantized(config: Mapping[str, Any], tensors: Tensors) -> Read:
-    """Return the packed weights of a quantized checkpoint. Its other tensors are left out."""
     computed, used, notes = _READERS[config["quant_method"]](config, tensors)
     if not computed:
         raise UsageError(

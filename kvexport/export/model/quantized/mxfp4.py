@@ -50,7 +50,6 @@ class Mxfp4Experts:
         return experts * outputs, inputs
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield the packed rows of one expert after another."""
         experts, outputs, inputs = self.full_shape
         for expert in range(experts):
             one = range(expert, expert + 1)
@@ -73,7 +72,6 @@ class Mxfp4Experts:
 
 
 def read_mxfp4(_: Mapping[str, Any], tensors: Tensors) -> Read:
-    """Return the experts of a checkpoint in MXFP4."""
     sources: dict[str, Source] = {}
     used: set[str] = set()
     for name, entry in tensors.items():

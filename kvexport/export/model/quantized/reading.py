@@ -25,7 +25,6 @@ _TYPES = {"I32": "<i4", "I64": "<i8", "I8": "i1", "U8": "u1", "F16": "<f2", "F32
 
 
 def wrong(entry: TensorEntry, expected: str, fix: str = "") -> UsageError:
-    """Return the error for a tensor of a quantized weight that does not fit the weight's other tensors."""
     return UsageError(
         f"tensor {entry.name!r} in {entry.file} is {entry.dtype} {list(entry.shape)}, expected {expected}",
         fix or f"download {entry.file.name} again",
@@ -33,14 +32,12 @@ def wrong(entry: TensorEntry, expected: str, fix: str = "") -> UsageError:
 
 
 def require(tensors: Tensors, name: str, beside: str) -> TensorEntry:
-    """Return the checkpoint's tensor `name`, which the tensor `beside` needs. Raise UsageError if it is missing."""
     if name not in tensors:
         raise UsageError(f"the checkpoint has a tensor {beside!r} and no {name!r}", "download the checkpoint again")
     return tensors[name]
 
 
 def require_shape(entry: TensorEntry, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
-    """Raise UsageError if a tensor has another type or shape than expected."""
     if entry.dtype not in dtypes or entry.shape != shape:
         raise wrong(entry, f"{' or '.join(dtypes)} {list(shape)}")
 
@@ -103,12 +100,10 @@ def groups_in_order(entry: TensorEntry, group: int) -> NDArray[np.int64] | None:
 
 
 def require_scales(name: str, scale: Array) -> Array:
-    """Return the scales of a weight unchanged. Raise UsageError if one is 0, which no quantizer writes."""
     if not scale.all():
         raise UsageError(f"the scales of tensor {name!r} hold a 0", "download the checkpoint again")
     return scale
 
 
 def refused(what: str) -> UsageError:
-    """Return the error for an unsupported quantization."""
     return UsageError(f"the checkpoint's weights are quantized as {what}, which is not read here", AGAIN)

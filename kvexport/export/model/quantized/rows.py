@@ -54,11 +54,9 @@ class RowPacked:
 
     @property
     def name(self) -> str:
-        """The name of the weight's tensor in the checkpoint."""
         return self.weight.name
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield the packed rows of the weight with their scales and zero points."""
         (n, k), bits = self.shape, self.packing.bits
         in_words = self.weight.dtype == "I32"
         scale = np.broadcast_to(require_scales(self.scale.name, whole(self.scale)), (n, k // self.packing.group))
@@ -109,7 +107,6 @@ class Float8:
 
     @property
     def name(self) -> str:
-        """The name of the weight's tensor in the checkpoint."""
         return self.weight.name
 
     @property
@@ -119,7 +116,6 @@ class Float8:
         return n, k
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield the dequantized rows of the weight in float32."""
         n, k = self.shape
         tall, wide = self.block
         scale = require_scales(self.scale.name, whole(self.scale)).astype(np.float32)
@@ -136,7 +132,6 @@ class Float8:
 
 
 def read_compressed(config: Mapping[str, Any], tensors: Tensors) -> Read:
-    """Return the weights of a compressed-tensors checkpoint."""
     groups = config.get("config_groups")
     schemes = (
         [scheme for scheme in groups.values() if isinstance(scheme, Mapping)] if isinstance(groups, Mapping) else []

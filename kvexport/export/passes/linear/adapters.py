@@ -31,7 +31,6 @@ class Match(NamedTuple):
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """Return the matches at an Add node of a Linear node and two products with a Mul between them."""
     matches = []
     for linear, change in operands(node, "Add"):
         wide = change.producer()

@@ -27,7 +27,6 @@ class Match(NamedTuple):
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """Return the matches at an Add node that adds an initializer to the output of a Linear node."""
     return [Match(linear, other, node) for linear, other in operands(node, "Add") if other.is_initializer()]
 
 

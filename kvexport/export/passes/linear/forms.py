@@ -54,12 +54,10 @@ def form_of(linear: ir.Node) -> Form:
 
 
 def steps_of(linear: ir.Node) -> Form:
-    """Return the form of a Linear node without the packed formats and the adapters of its weights."""
     return replace(form_of(linear), packed=(), group=(), adapted=())
 
 
 def join(form: Form, linears: Iterable[ir.Node]) -> Form:
-    """Return `form`, the form of a fused Linear, completed by the packed formats and adapters of `linears`."""
     forms = [form_of(linear) for linear in linears]
     lists: dict[str, Any] = {
         name: tuple(x for one in forms for x in getattr(one, name) or (0,) * one.weights)
@@ -70,14 +68,12 @@ def join(form: Form, linears: Iterable[ir.Node]) -> Form:
 
 
 def inputs_of(linears: Sequence[ir.Node]) -> list[ir.Value | None]:
-    """Return the inputs of one Linear node that computes the products of several, which have one input and no norm."""
     adapted = [linear for linear in linears if form_of(linear).adapted]
     rows = [linear.inputs[1] for linear in adapted[:1]]
     return [linears[0].inputs[0], *rows, *(x for y in linears for x in y.inputs[1 + (y in adapted) :])]
 
 
 def dtype_of(linear: ir.Node) -> ir.DataType | None:
-    """Return the data type of a Linear node's input and outputs."""
     data = linear.inputs[0] if form_of(linear).packed else weight_of(linear)
     return data.dtype if data is not None else None
 
@@ -91,7 +87,6 @@ def weight_of(linear: ir.Node) -> ir.Value:
 
 
 def outputs_of(linear: ir.Node) -> int | str:
-    """Return the number of outputs of the first matrix product of a Linear node."""
     return known_shape(weight_of(linear))[0]
 
 

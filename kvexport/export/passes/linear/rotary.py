@@ -20,8 +20,6 @@ from kvexport.export.passes.report import Rewrite
 
 
 class Match(NamedTuple):
-    """The matched Linear, the RotaryEmbedding, and the embedding's inputs."""
-
     linear: ir.Node
     rotary: ir.Node
     heads: ir.Value
@@ -29,7 +27,6 @@ class Match(NamedTuple):
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """Return the matches at a RotaryEmbedding node of three inputs, the first an output of a Linear node."""
     linear = linear_of(node, 0) if is_op(node, "RotaryEmbedding") and len(node.inputs) == 3 else None
     heads, cosine, sine = node.inputs if linear is not None else (None, None, None)
     if linear is None or heads is None or cosine is None or sine is None:

@@ -18,7 +18,6 @@ Match = list[ir.Node]  # the Linears
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """Return the matches of Linear nodes that have one product each and read the same input."""
     data = node.inputs[0] if _is_plain(node) else None
     if data is None:
         return []

@@ -154,7 +154,6 @@ def _half(value: ir.Value | None) -> ir.Value:
 
 
 def _repeats(node: ir.Node) -> bool:
-    """Return whether an ONNX node concatenates a value with itself."""
     return is_op(node, "Concat") and len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]
 
 

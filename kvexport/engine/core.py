@@ -73,7 +73,7 @@ class EngineCore:
         # Copying a lane from a GPU takes longer than reading a prompt of its length again.
         saves = options.prefix_memory and model.in_host_memory
         self.prefixes = Prefixes(limits.prefill_chunk, options.prefix_memory) if saves else None
-        self.drafter = drafter_of(manifest, model) if options.drafts else None
+        self.drafter = drafter_of(manifest) if options.drafts else None
         self._scheduler = Scheduler(self.max_batch, limits.prefill_chunk, self._follows)
         self._requests: dict[int, Request] = {}  # those that have not finished
         self._pool = LanePool(self.lanes, self.max_batch)

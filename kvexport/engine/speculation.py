@@ -4,8 +4,7 @@ A draft is a guess of the next tokens, which one call of the decoder checks. The
 goes through the sequence's own sampler, as it would without a draft. The first token that differs from the draft ends
 the step. Greedy and sampled tokens therefore equal those without drafts, for every seed and every draft. A drafted
 token is accepted with the probability that the sampler gives it. (Rejection sampling of arXiv 2211.17192 and 2302.01318
-accepts equally often, but draws other random numbers.) A drafter that samples uses the random numbers that the sampler
-will use, so that similar distributions give equal tokens.
+accepts equally often, but draws other random numbers.)
 """
 
 from __future__ import annotations
@@ -17,23 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.artifact.manifest import Manifest
-from kvexport.backends.model_state import LoadedModel
-from kvexport.engine.cache_drafter import CacheDrafter
 from kvexport.engine.lanes import Lanes
 from kvexport.engine.request import Request
-from kvexport.plan.planner import selected_plan
 
 # Returns a draft for each request that decodes in these lanes, at most as long as the request has room for.
 Drafter = Callable[[Sequence[Request], Lanes], list[list[int]]]
 LONGEST, SHORTEST = 4, 2  # tokens of an n-gram
 
 
-def drafter_of(manifest: Manifest, model: LoadedModel) -> Drafter | None:
+def drafter_of(manifest: Manifest) -> Drafter | None:
     """Return the drafter of an artifact's recipe (`speculate.draft`) for speculative decoding; None without one."""
     speculate = manifest.recipe.speculate
-    plan = selected_plan(manifest.recipe, manifest.cache)
-    if speculate.draft == "cache" and plan is not None:
-        return CacheDrafter(manifest, model, plan)
     if speculate.draft is None:
         return None
     return partial(draft_ngrams, tokens=speculate.tokens, max_length=manifest.limits.max_length)

@@ -8,8 +8,6 @@ replaces torch's.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -134,15 +132,6 @@ class Sampler:
     def may_settle(self, count: int) -> bool:
         """Return whether the `count` largest logits of a row can ever be enough to sample a token."""
         return not self._processors and may_settle(self.settings, count, self.vocab_size)
-
-    def twin(self) -> Sampler:
-        """Return a copy of the sampler with the same random draws, without grammar and log probabilities."""
-        other = copy.copy(self)
-        other.settings = dataclasses.replace(self.settings, logprobs=None)
-        other.generated, other._constraint, other._processors = list(self.generated), None, ()
-        other._random = copy.deepcopy(self._random)
-        other._is_seen, other._counts = (None if x is None else x.copy() for x in (self._is_seen, self._counts))
-        return other
 
     def state(self) -> dict[str, list[int]]:
         """Return the sampler's state for `restore`: the chosen tokens, and the random generator's state and increment.

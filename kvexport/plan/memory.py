@@ -81,10 +81,7 @@ class MemoryPlan:
 
     @property
     def sequence_bytes(self) -> int:
-        """The bytes of the KV caches of one sequence, as the engine allocates them.
-
-        Small copies of a cache, for drafts or for decode steps, are included.
-        """
+        """The bytes of the KV caches of one sequence, with the selected cache of periodic decoding."""
         return state_bytes(self.recipe, self.cache)
 
     @property

@@ -103,26 +103,20 @@ def _recent(recipe: Recipe, budget: int) -> int:
 
 
 def selected_plan(recipe: Recipe, plan: CachePlan) -> CachePlan | None:
-    """Return the plan of the smaller cache into which selected entries of a full cache are copied, or None without one.
+    """Return the plan of the smaller cache that decode steps read with `cache.periodic`, or None without it.
 
-    Drafts (`speculate.draft: cache`) or decode steps (`cache.periodic`) read this smaller cache. It has room for the
-    selected entries and for the tokens until the next selection.
+    It has room for entries that are selected from the full cache, and for the tokens until the next selection.
     """
-    speculate, periodic = recipe.speculate, recipe.cache.periodic
-    if periodic.slots is not None:
-        budget, slots = periodic.selected, periodic.slots
-        label, key = f"cache.periodic.slots {slots}, of which {budget} are selected,", "cache.periodic.slots"
-    elif speculate.draft == "cache":
-        budget, slots = speculate.budget, speculate.budget + speculate.rebuild + speculate.tokens
-        label, key = f"speculate.budget {budget}", "speculate.budget"
-    else:
+    periodic = recipe.cache.periodic
+    if periodic.slots is None:
         return None
+    budget, slots = periodic.selected, periodic.slots
     sinks, recent = recipe.cache.sinks, _recent(recipe, budget)
     if budget < sinks + recent + 1:
-        least = sinks + recent + 1 + (slots - budget if periodic.slots is not None else 0)
         raise UsageError(
-            f"{label} cannot hold {sinks} sinks, {recent} recent and one more",
-            f"--set {key}={least}, or fewer cache.sinks or cache.recent",
+            f"cache.periodic.slots {slots}, of which {budget} are selected, cannot hold {sinks} sinks, {recent} recent "
+            "and one more",
+            f"--set cache.periodic.slots={sinks + recent + 1 + slots - budget}, or fewer cache.sinks or cache.recent",
         )
     return CachePlan(tuple(_with_slots(x, budget, slots, recent) for x in plan.caches))
 
@@ -163,14 +157,9 @@ def cache_notes(recipe: Recipe, plan: CachePlan) -> list[str]:
 
 
 def state_bytes(recipe: Recipe, plan: CachePlan, sequences: int = 1) -> int:
-    """Return the bytes of the KV caches of `sequences` sequences: those of `plan` and those of `selected_plan`.
-
-    The caches of `selected_plan` count twice if a thread copies the next selection while steps still read the present
-    one.
-    """
+    """Return the bytes of the KV caches of `sequences` sequences: those of `plan` and those of `selected_plan`."""
     selected = selected_plan(recipe, plan)
-    copies = 2 if recipe.cache.periodic.slots is not None and recipe.cache.periodic.delay else 1
-    return plan.bytes(sequences) + (copies * selected.bytes(sequences) if selected is not None else 0)
+    return plan.bytes(sequences) + (selected.bytes(sequences) if selected is not None else 0)
 
 
 def _name(layer: int, head: int, *, apart: bool) -> str:
@@ -212,10 +201,6 @@ def _require_caches_read(recipe: Recipe, readers: Mapping[int, int]) -> None:
             "--set cache.allocation.kind=uniform",
         )
     _require_not_periodic(recipe, why)
-    if recipe.speculate.draft == "cache":
-        raise UsageError(
-            f"speculate.draft is cache, which is not supported where {why}", "--set speculate.draft=ngram, or null"
-        )
     if recipe.backend.name != default():
         raise UsageError(
             f"backend.name is {recipe.backend.name}, which is not supported where {why}",

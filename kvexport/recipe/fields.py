@@ -114,22 +114,12 @@ class ExportSection(RecipeSection):
 class SpeculateSection(RecipeSection):
     """Speculative decoding: tokens are drafted, and one call of the decoder verifies all of them."""
 
-    draft: Literal["ngram", "cache"] | None = Field(
+    draft: Literal["ngram"] | None = Field(
         None,
         description="The source of drafted tokens. ngram: the tokens that followed the last tokens at an earlier place "
-        "of the text; cache: the model itself over a selection of the cache; null: no drafts. Answers are the same as "
-        "without drafts.",
+        "of the text; null: no drafts. Answers are the same as without drafts.",
     )
     tokens: int = Field(4, ge=1, le=MOST, description="The largest number of tokens that are drafted ahead.")
-    budget: int = Field(512, ge=1, le=MOST, description="Slots of a layer that draft: cache copies for drafting.")
-    rebuild: int = Field(64, ge=1, le=MOST, description="Tokens after which these slots are selected again.")
-    after: int | None = Field(
-        None,
-        ge=0,
-        le=MOST,
-        description="Tokens of a sequence after which draft: cache starts to draft; null: as soon as a step of the "
-        "drafter reads at most half of the bytes that a step of all sequences reads.",
-    )
 
 
 class AdaptersSection(RecipeSection):
@@ -208,11 +198,6 @@ class Recipe(RecipeSection):
                 f"speculate.tokens {drafted} and one more are verified in one call, which has at most "
                 f"export.prefill_chunk {chunk} tokens"
             )
-        if self.speculate.draft == "cache" and self.cache.positions == "cache":
-            raise ValueError(
-                "speculate.draft is cache, which copies keys into a smaller cache, but with cache.positions: cache "
-                "they would have other places there"
-            )
         return self
 
     @model_validator(mode="after")
@@ -233,13 +218,10 @@ class Recipe(RecipeSection):
 
     @model_validator(mode="after")
     def _adapted(self) -> Recipe:
-        others = {
-            "speculate.draft is cache": self.speculate.draft == "cache",
-            "cache.periodic.slots is set": self.cache.periodic.slots is not None,
-        }
-        if self.adapters.count and any(others.values()):
-            reason = next(text for text, applies in others.items() if applies)
-            raise ValueError(f"adapters.count is {self.adapters.count}, but {reason}, which runs without adapters")
+        if self.adapters.count and self.cache.periodic.slots is not None:
+            raise ValueError(
+                f"adapters.count is {self.adapters.count}, but cache.periodic.slots is set, which runs without adapters"
+            )
         return self
 
     @model_validator(mode="after")

@@ -26,23 +26,10 @@ class PeriodicSection(RecipeSection):
         le=MOST,
         description="Tokens after which these slots are selected again, by a step that reads the full cache.",
     )
-    delay: int = Field(
-        0,
-        ge=0,
-        le=MOST,
-        description="Steps that still use the old slots while a thread selects the new ones; 0: steps wait for the "
-        "selection.",
-    )
     store: str | None = Field(
         None,
         description="The absolute path of a folder for a memory-mapped file that contains the full cache. The file "
         "has no name, so it is deleted when the process ends; null: the full cache is in memory.",
-    )
-    limit: int | None = Field(
-        None,
-        ge=1,
-        le=2**62,
-        description="The largest size of that file in bytes; null: the bytes of limits.max_batch sequences.",
     )
 
     @property
@@ -51,7 +38,7 @@ class PeriodicSection(RecipeSection):
 
         The remaining slots take the tokens until the next selection.
         """
-        return (self.slots or 0) - self.every - self.delay
+        return (self.slots or 0) - self.every
 
     @field_validator("store")
     @classmethod
@@ -63,19 +50,12 @@ class PeriodicSection(RecipeSection):
     @model_validator(mode="after")
     def _fits(self) -> PeriodicSection:
         if self.slots is None:
-            if self.store is not None or self.limit is not None:
-                raise ValueError("cache.periodic.store and limit need cache.periodic.slots, which is null")
+            if self.store is not None:
+                raise ValueError("cache.periodic.store needs cache.periodic.slots, which is null")
             return self
-        if self.limit is not None and self.store is None:
-            raise ValueError("cache.periodic.limit bounds a file, but cache.periodic.store is null, which is memory")
-        if self.delay and self.delay + 2 > self.every:
-            raise ValueError(
-                f"cache.periodic.delay {self.delay} is too long for cache.periodic.every {self.every}: the next "
-                "selection would begin before this one is read"
-            )
         if self.selected < 1:
             raise ValueError(
-                f"cache.periodic.slots {self.slots} leaves no slot to select: cache.periodic.every {self.every} and "
-                f"delay {self.delay} slots stay free for the tokens between two selections"
+                f"cache.periodic.slots {self.slots} leaves no slot to select: cache.periodic.every {self.every} slots "
+                "stay free for the tokens between two selections"
             )
         return self

@@ -1,20 +1,22 @@
 """Decoding over some entries of a full KV cache, which are selected again after a number of tokens (`cache.periodic`).
 
 The full cache evicts nothing: it reads prompts and gets the entries of decoded tokens. A decode step reads the selected
-cache, a smaller one with copies of selected entries. Every `every` tokens, counted from the beginning of the sequence,
-a step reads the full cache instead, so that the method's scores of all entries include the current query. These scores
-then select the new entries. Decode steps read the new entries at once or, if a thread selects them, exactly `delay`
-steps later. Between two selections only the scores of selected entries are updated. Until a sequence has more tokens
-than the selected cache has slots, all steps read the full cache.
+cache, a smaller one with copies of selected entries: the sinks, the latest entries and, if the method keeps scores, the
+other entries with the highest scores. Every `every` tokens, counted from the beginning of the sequence, a step reads
+the full cache instead, so that the scores of all entries include the current query. These scores then select the new
+entries. Between two selections only the scores of selected entries are updated. Until a sequence has more tokens than
+the selected cache has slots, all steps read the full cache.
 
 The length of the sequence alone decides when entries are selected, and the selection of a lane is saved with the lane.
-Answers therefore do not depend on the batch, on threads, or on the moment of a snapshot.
+Answers therefore do not depend on the batch, or on the moment of a snapshot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import mmap
+import os
+import tempfile
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,23 +27,97 @@ from numpy.typing import NDArray
 from kvexport.artifact.manifest import Manifest
 from kvexport.backends.model_state import LoadedModel, ModelState
 from kvexport.backends.rows import Rows
+from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.plan.cache import CachePlan
 from kvexport.plan.planner import selected_plan
 from kvexport.recipe.periodic import PeriodicSection
-from kvexport.state.mapped_file import mapped
-from kvexport.state.selected_cache import ENTRY, LaneTensors, SelectedCache, Slots, by_heads
+from kvexport.schema.state import SCALES, StateTensor
+from kvexport.units import format_bytes
 
-# Tensors of a saved lane: the positions of the selected entries, and of those that are selected next.
-READ, NEXT = "read_positions", "next_positions"
-# For each layer: slots of the full cache, and copies of their content.
-_Selection = tuple[list[Slots], list[dict[str, NDArray[Any]]]]
+READ = "read_positions"  # the tensor of a saved lane with the positions of the selected entries
+Slots = NDArray[np.int64]  # slots of a layer [KV heads, n], or [1, n] for all its heads
+LaneTensors = Mapping[str, NDArray[Any]]  # views [KV heads, slots, ...] of one lane's tensors, by their input names
+ENTRY = ("key", "value", "position", *(tensor.name for tensor in SCALES))  # the tensors of an entry, besides its votes
 
 
-@dataclass(frozen=True)
-class _Next:
-    """A pending selection of the KV-cache entries that later decode steps will read."""
+def by_heads(plan: CachePlan, tensors: Mapping[str, NDArray[Any]]) -> LaneTensors:
+    """Return views [KV heads, slots, ...] of one lane's state tensors; of a score, [KV heads, K, slots]."""
+    views = dict(tensors)
+    for i, cache in enumerate(plan.caches):
+        for tensor in cache.state:
+            if tensor.slot_axis is not None:
+                x, axis = tensors[tensor.past(i)], tensor.slot_axis - 1
+                heads = x.reshape(
+                    *x.shape[:axis], cache.kv_heads, x.shape[axis] // cache.kv_heads, *x.shape[axis + 1 :]
+                )
+                views[tensor.past(i)] = np.moveaxis(heads, axis, 0)
+    return views
 
-    selection: Future[_Selection]  # slots, and copies of their content
-    start: int  # number of tokens in the full cache when the slots were selected
+
+class SelectedCache:
+    """Smaller KV caches that hold copies of entries of full caches, one smaller cache for each batch lane.
+
+    There is one lane at first.
+    """
+
+    def __init__(self, manifest: Manifest, model: LoadedModel, plan: CachePlan) -> None:
+        self.plan = plan
+        self.scored = manifest.recipe.cache.build_method().statistics[0].kind != "none"
+        self.state, self.lanes = model.new_state(plan, 1), 1
+        if self.state.view(0) is None:
+            raise UsageError(
+                "cache.periodic copies entries in the host's memory, and the cache is on a device",
+                "--set cache.periodic.slots=null, or backend.device=cpu",
+            )
+
+    def extend(self, lanes: int) -> None:
+        if lanes > self.lanes:
+            self.state, self.lanes = self.state.grown(lanes), lanes
+
+    def view(self, lane: int) -> LaneTensors:
+        tensors = self.state.view(lane)
+        assert tensors is not None
+        return by_heads(self.plan, tensors)
+
+    def select(self, i: int, score: NDArray[np.float32] | None, used: int) -> Slots:
+        """Return which KV-cache slots of a layer of the full cache the selected cache copies, ascending.
+
+        Args:
+            i: The layer.
+            score: Scores of the slots [KV heads, at least used], which choose among the slots between sinks and latest
+                slots. None takes the latest slots.
+            used: Occupied slots of the full cache.
+
+        Returns:
+            Slots [KV heads, n], or [1, n] if all heads take the same.
+        """
+        layer = self.plan.caches[i]
+        sinks, budget, recent = layer.sinks, layer.budget[0], layer.recent[0]
+        if used <= budget:
+            return np.arange(used)[None]
+        if score is None:
+            return np.concatenate([np.arange(sinks), np.arange(used - budget + sinks, used)])[None]
+        between = score[:, sinks : used - recent]
+        count = budget - sinks - recent
+        highest = np.sort(np.argpartition(between, -count, axis=1)[:, -count:], axis=1) + sinks
+        first, latest = np.arange(sinks), np.arange(used - recent, used)
+        heads = len(highest)
+        return np.concatenate([np.tile(first, (heads, 1)), highest, np.tile(latest, (heads, 1))], axis=1)
+
+    def entry_tensors(self, i: int) -> Iterable[StateTensor]:
+        """Return the state tensors of layer `i` that make up a KV-cache entry, such as its keys and values."""
+        return [tensor for tensor in self.plan.caches[i].state if tensor.name in ENTRY]
+
+    def copy(self, i: int, source: LaneTensors, target: LaneTensors, selected: Slots, start: int) -> None:
+        """Copy KV-cache slots of a layer from one cache to another, and empty the slots after them."""
+        end = start + selected.shape[1]
+        for tensor in self.entry_tensors(i):
+            old, new = source[tensor.past(i)], target[tensor.past(i)]
+            for head in range(len(old)):
+                # With a mode that may raise, NumPy would copy through a buffer.
+                np.take(old[head], selected[head % len(selected)], axis=0, out=new[head, start:end], mode="clip")
+        votes = target[f"past_key_values.{i}.votes"]
+        votes[:, start:end], votes[:, end:] = 1, 0
 
 
 @dataclass(frozen=True)
@@ -51,18 +127,14 @@ class _Content:
     slots: list[Slots]  # copied slots of the full cache, for each layer
     start: int  # number of the first token behind the copied slots
     copied: int  # number of tokens that are in the full cache. Later tokens are only in the selected cache.
-    next: _Next | None = None  # next selection of slots, if one was started
 
 
 def new_periodic(manifest: Manifest, model: LoadedModel, lanes: int) -> PeriodicState:
     """Return empty KV caches for `lanes` sequences, whose decode steps read selected entries of the full cache."""
     settings, plan = manifest.recipe.cache.periodic, selected_plan(manifest.recipe, manifest.cache)
     assert plan is not None
-    fix = "--set cache.periodic.slots=null, or backend.device=cpu"
-    selected = SelectedCache(manifest, model, plan, "cache.periodic", fix)
-    memory = None
-    if settings.store is not None:
-        memory = partial(mapped, folder=settings.store, limit=settings.limit)
+    selected = SelectedCache(manifest, model, plan)
+    memory = None if settings.store is None else partial(mapped, folder=settings.store)
     selected.extend(lanes)
     return PeriodicState(model.new_state(manifest.cache, lanes, memory), selected, settings)
 
@@ -80,7 +152,6 @@ class PeriodicState(ModelState):
         self._layers = range(len(selected.plan.caches))
         self._contents: dict[int, _Content] = {}
         self._length = [0] * selected.lanes
-        self._thread: ThreadPoolExecutor | None = None
 
     def advance(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
@@ -99,7 +170,7 @@ class PeriodicState(ModelState):
             full_logits = self._full.decode(input_ids, full_length, first)
             for i in np.flatnonzero(full_length[:, 0]).tolist():
                 self._length[first + i] += 1
-                self._select_next(first + i)
+                self._forget(first + i)
         if not selected_length.any():
             assert full_logits is not None
             return full_logits
@@ -118,80 +189,21 @@ class PeriodicState(ModelState):
         if length < settings.slots or length % settings.every == 0:
             self._settle(lane)
             return False
-        if content is not None and content.next is not None and length >= content.next.start + settings.delay:
+        if content is None or content.slots[0].shape[1] + length - content.start >= settings.slots:
             self._settle(lane)
-            slots, copies = content.next.selection.result()
-            self._place(lane, slots, content.next.start, copies)
-        elif content is None or content.slots[0].shape[1] + length - content.start >= settings.slots:
-            self._settle(lane)
-            self._place(lane, self._select(self._scores(lane), length), length)
+            scores = [None for _ in self._layers]
+            if self._selected.scored:
+                full = self._view(lane)
+                scores = [full[f"past_key_values.{i}.score"][:, 0, :length] for i in self._layers]
+            self._place(lane, [self._selected.select(i, score, length) for i, score in enumerate(scores)])
         return True
 
-    def _select_next(self, lane: int) -> None:
-        """Select again the KV-cache entries that decode steps read, after a step that read the full KV cache."""
-        content = self._contents.get(lane)
-        if content is None:
-            return
-        if not self._settings.delay:
-            self._forget(lane)
-            return
-        length, full = self._length[lane], self._view(lane)
-        for i in self._layers:
-            used = content.slots[i].shape[1] + content.copied - content.start
-            self._selected.copy(i, full, self._selected.view(lane), np.arange(content.copied, length)[None], used)
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "selection")
-        selection = self._thread.submit(self._select_and_copy, full, self._scores(lane), length)
-        self._contents[lane] = replace(content, copied=length, next=_Next(selection, length))
-        self._give_statistics(lane)
-        self._selected.state.write(lane, {}, length)
-
-    def _select_and_copy(self, full: LaneTensors, scores: list[NDArray[np.float32] | None], length: int) -> _Selection:
-        """Choose the entries that decode steps read by their scores; return the slots with copies of their content.
-
-        The function may run in a thread: it reads only tensors that no step of the full cache changes.
-        """
-        slots = self._select(scores, length)
-        return slots, [self._copies(i, full, selected) for i, selected in enumerate(slots)]
-
-    def _select(self, scores: list[NDArray[np.float32] | None], length: int) -> list[Slots]:
-        return [self._selected.select(i, score, length) for i, score in enumerate(scores)]
-
-    def _scores(self, lane: int) -> list[NDArray[np.float32] | None]:
-        """Return copies of the scores [KV heads, used] by which each layer's KV-cache slots are selected.
-
-        None takes the latest slots.
-        """
-        if not self._selected.scored:
-            return [None for _ in self._layers]
-        full, length = self._view(lane), self._length[lane]
-        return [full[f"past_key_values.{i}.score"][:, 0, :length].copy() for i in self._layers]
-
-    def _copies(self, i: int, full: LaneTensors, selected: Slots) -> dict[str, NDArray[Any]]:
-        copies = {}
-        for tensor in self._selected.entry_tensors(i):
-            source = full[tensor.past(i)]
-            rows = [np.take(source[h], selected[h % len(selected)], axis=0, mode="clip") for h in range(len(source))]
-            copies[tensor.past(i)] = np.stack(rows)
-        return copies
-
-    def _place(
-        self, lane: int, slots: list[Slots], start: int, copies: list[dict[str, NDArray[Any]]] | None = None
-    ) -> None:
-        """Fill a lane's selected cache with copies of slots of the full cache, then of the tokens from `start` on.
-
-        The full cache must be up to date.
-        """
+    def _place(self, lane: int, slots: list[Slots]) -> None:
+        """Fill a lane's selected cache with copies of slots of the full cache, which must be up to date."""
         full, own, length = self._view(lane), self._selected.view(lane), self._length[lane]
         for i, selected in enumerate(slots):
-            count = selected.shape[1]
-            if copies is None:
-                self._selected.copy(i, full, own, selected, 0)
-            else:
-                self._selected.copy(i, copies[i], own, np.arange(count)[None], 0)
-            if length > start:
-                self._selected.copy(i, full, own, np.arange(start, length)[None], count)
-        self._contents[lane] = _Content(slots, start, length)
+            self._selected.copy(i, full, own, selected, 0)
+        self._contents[lane] = _Content(slots, length, length)
         self._give_statistics(lane)
         self._selected.state.write(lane, {}, length)
 
@@ -244,33 +256,26 @@ class PeriodicState(ModelState):
         self._contents.pop(lane, None)
 
     def _positions(self, lane: int) -> dict[str, NDArray[np.int32]]:
-        """Return the positions of the entries that decode steps read, and of those of the pending selection."""
+        """Return the positions of the entries that decode steps read."""
         content, full, positions = self._contents[lane], self._view(lane), {}
         late = np.arange(content.start, content.copied)
-        slots_by_kind = {READ: [np.append(x, np.tile(late, (len(x), 1)), 1) for x in content.slots]}
-        if content.next is not None:
-            slots_by_kind[NEXT] = content.next.selection.result()[0]
-        for kind, slots in slots_by_kind.items():
-            for i, selected in enumerate(slots):
-                position = full[f"past_key_values.{i}.position"]
-                every = np.broadcast_to(selected, (len(position), selected.shape[1]))
-                positions[_named(i, kind)] = np.take_along_axis(position, every, axis=1)
+        for i, slots in enumerate(content.slots):
+            position = full[f"past_key_values.{i}.position"]
+            selected = np.append(slots, np.tile(late, (len(slots), 1)), 1)
+            every = np.broadcast_to(selected, (len(position), selected.shape[1]))
+            positions[f"past_key_values.{i}.{READ}"] = np.take_along_axis(position, every, axis=1)
         return positions
 
     def _restore(self, lane: int, positions: Mapping[str, NDArray[Any]]) -> None:
         """Rebuild a lane's selected cache from the full cache, with the entries at the saved positions."""
-        full, length, slots_by_name = self._view(lane), self._length[lane], {}
-        for name, saved in positions.items():
-            position = full[name.rpartition(".")[0] + ".position"][:, :length]
+        full, length, slots = self._view(lane), self._length[lane], []
+        for i in self._layers:
+            position = full[f"past_key_values.{i}.position"][:, :length]
             order = np.argsort(position, axis=1, kind="stable")
+            saved = positions[f"past_key_values.{i}.{READ}"]
             inside = [np.searchsorted(p[o], w) for p, o, w in zip(position, order, saved, strict=True)]
-            slots_by_name[name] = np.take_along_axis(order, np.clip(np.stack(inside), 0, length - 1), axis=1)
-        self._place(lane, [slots_by_name[_named(i, READ)] for i in self._layers], length)
-        if _named(0, NEXT) in slots_by_name:
-            slots, selection = [slots_by_name[_named(i, NEXT)] for i in self._layers], Future[_Selection]()
-            selection.set_result((slots, [self._copies(i, full, selected) for i, selected in enumerate(slots)]))
-            start = (length - 1) // self._settings.every * self._settings.every + 1
-            self._contents[lane] = replace(self._contents[lane], next=_Next(selection, start))
+            slots.append(np.take_along_axis(order, np.clip(np.stack(inside), 0, length - 1), axis=1))
+        self._place(lane, slots)
 
     def decode(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
@@ -307,7 +312,7 @@ class PeriodicState(ModelState):
         full = self._full.grown(lanes)
         self._selected.extend(lanes)
         more = PeriodicState(full, self._selected, self._settings)
-        more._contents, more._thread = self._contents, self._thread
+        more._contents = self._contents
         more._length[: len(self._length)] = self._length
         return more
 
@@ -324,7 +329,7 @@ class PeriodicState(ModelState):
         """Overwrite one lane's state tensors and rebuild its selected cache by saved positions (`ModelState.write`)."""
         self._settle(lane)
         self._forget(lane)
-        positions = {name: array for name, array in state.items() if name.endswith((f".{READ}", f".{NEXT}"))}
+        positions = {name: array for name, array in state.items() if name.endswith(f".{READ}")}
         self._full.write(lane, {name: array for name, array in state.items() if name not in positions}, past_length)
         # Otherwise values that are not finite would stay in empty slots.
         self._selected.state.clear(lane, lane + 1, poisoned=True)
@@ -367,5 +372,21 @@ class PeriodicState(ModelState):
         self._length[: len(past_length)] = past_length[:, 0].tolist()
 
 
-def _named(i: int, kind: str) -> str:
-    return f"past_key_values.{i}.{kind}"
+def mapped(size: int, folder: str) -> NDArray[np.uint8]:
+    """Return an array of zeros in a memory-mapped file without a name, for a full cache on disk.
+
+    The name of the file is removed as soon as it is open, so the system frees the file with the array, or when the
+    process ends. All blocks are allocated at once, so a full disk raises an error here instead of a signal during a
+    step.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            piece = mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"the full cache takes {format_bytes(size)} in cache.periodic.store {folder}: {error.strerror or error}",
+            "a folder that exists and can be written on a disk with that much room, smaller limits.max_length or "
+            "limits.max_batch, or cache.periodic.store=null, which is memory",
+        ) from error
+    return np.frombuffer(piece, np.uint8)

@@ -29,7 +29,7 @@ from kvexport.language.settings import GenerationSettings
 from kvexport.plan.cache import CachePlan, slots_of
 from kvexport.schema.state import RING
 from kvexport.state.lane import Counters, Saved
-from kvexport.state.periodic import NEXT, READ
+from kvexport.state.periodic import READ
 
 MAGIC = b"kvexsnap"
 # Version 2 has reference queries, which may be fewer than the rows of their ring. Version 3 has an adapter.
@@ -76,7 +76,7 @@ class Origin:
             manifest.model.vocabulary,
         ]
         if (periodic := manifest.recipe.cache.periodic).slots is not None:
-            contract.append([periodic.slots, periodic.every, periodic.delay])
+            contract.append([periodic.slots, periodic.every])
         return cls(*(json_digest(content) for content in ([manifest.model.fingerprint, weights], recipe, contract)))
 
     def check(self, origin: Origin) -> None:
@@ -243,23 +243,19 @@ def _check(snapshot: Snapshot, manifest: Manifest) -> None:
 
 def _check_selections(snapshot: Snapshot, manifest: Manifest) -> dict[str, None]:
     """Check a snapshot's positions of the cache entries that decode steps read; return the names of their tensors."""
-    periodic, names = manifest.recipe.cache.periodic, dict[str, None]()
-    for kind, most in ((READ, periodic.slots or 0), (NEXT, periodic.selected)):
-        of_kind = {f"past_key_values.{i}.{kind}": layer for i, layer in enumerate(manifest.cache.caches)}
-        if periodic.slots is None or not of_kind.keys() & snapshot.state.keys():
-            break
-        names |= dict.fromkeys(of_kind)
-        for name, layer in of_kind.items():
-            array = snapshot.state.get(name)
-            if array is None or array.dtype != np.int32 or array.ndim != 2 or len(array) != layer.kv_heads:
-                raise damaged(f"{name} is no int32 [{layer.kv_heads}, slots]")
-            count = array.shape[1]
-            ordered = count and (np.diff(array) > 0).all() and array.min() >= 0 and array.max() < snapshot.length
-            if count > most or not ordered:
-                raise damaged(
-                    f"{name} holds {count} numbers that are no positions of a selection of at most {most} slots"
-                )
-    return names
+    most = manifest.recipe.cache.periodic.slots
+    layers = {f"past_key_values.{i}.{READ}": layer for i, layer in enumerate(manifest.cache.caches)}
+    if most is None or not layers.keys() & snapshot.state.keys():
+        return {}
+    for name, layer in layers.items():
+        array = snapshot.state.get(name)
+        if array is None or array.dtype != np.int32 or array.ndim != 2 or len(array) != layer.kv_heads:
+            raise damaged(f"{name} is no int32 [{layer.kv_heads}, slots]")
+        count = array.shape[1]
+        ordered = count and (np.diff(array) > 0).all() and array.min() >= 0 and array.max() < snapshot.length
+        if count > most or not ordered:
+            raise damaged(f"{name} holds {count} numbers that are no positions of a selection of at most {most} slots")
+    return dict.fromkeys(layers)
 
 
 def _check_tensors(snapshot: Snapshot, plan: CachePlan) -> None:

@@ -20,7 +20,7 @@ from kvexport.errors import EnvironmentProblem, UsageError, lacks_memory
 from kvexport.export import build as building
 from kvexport.export import stages, texts
 from kvexport.recipe.load import load_recipe
-from kvexport.state.mapped_file import mapped
+from kvexport.state.periodic import mapped
 from kvexport.state.sessions import SUFFIX, SessionStore
 from tests.support.artifacts import NAMESPACE, PYTHON_PATH
 from tests.support.command_line import ENVIRONMENT, ROOT
@@ -126,7 +126,7 @@ def test_a_build_whose_disk_is_full_leaves_the_artifact_before_it(
 def test_the_file_of_a_full_cache_takes_all_its_blocks_at_once(tmp_path: Path) -> None:
     """A cache that is larger than its disk is an error at the start instead of a signal in the middle of a step."""
     with pytest.raises(EnvironmentProblem, match=r"the full cache takes .* in cache.periodic.store"):
-        mapped(1 << 60, str(tmp_path), None)
+        mapped(1 << 60, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -295,7 +295,6 @@ def test_an_adapter_of_another_base_model_is_named(
     [
         ({"adapters": {"count": 1, "targets": ["q_proj", "query"]}}, "names 'query'; the projections of this model"),
         ({"backend": {"name": "tensorrt"}}, "but tensorrt runs no adapters"),
-        ({"speculate": {"draft": "cache"}}, "speculate.draft is cache, which runs without adapters"),
         ({"cache": {"periodic": {"slots": 128}}}, "cache.periodic.slots is set, which runs without adapters"),
     ],
 )

@@ -19,7 +19,7 @@ from kvexport.evaluate.measure import counted_logits
 from kvexport.evaluate.tasks import Sample
 from kvexport.export.build import plan_memory
 from kvexport.recipe.fields import Recipe
-from kvexport.state.selected_cache import by_heads
+from kvexport.state.periodic import by_heads
 from kvexport.state.snapshot import Snapshot
 from kvexport.validate import comparison
 from kvexport.validate.reference import TorchReference

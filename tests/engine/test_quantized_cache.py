@@ -26,7 +26,7 @@ from kvexport.plan.cache import LayerGeometry
 from kvexport.plan.planner import plan_cache
 from kvexport.recipe.fields import Recipe
 from kvexport.schema.state import SCALES, STATE
-from kvexport.state.selected_cache import SelectedCache
+from kvexport.state.periodic import SelectedCache
 from kvexport.state.snapshot import Snapshot
 from kvexport.validate.runner import validate_artifact
 from plugins.building import make

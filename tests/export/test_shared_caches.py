@@ -72,7 +72,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "cache.allocation.kind=uniform",
     ),
     "periodic": ({"cache": {"method": "full", "periodic": {"slots": 128}}}, "cache.periodic.slots is 128", "=null"),
-    "drafts of the cache": ({"speculate": {"draft": "cache"}}, "speculate.draft is cache", "speculate.draft=ngram"),
     "TensorRT": ({"backend": {"name": "tensorrt"}}, "backend.name is tensorrt", "backend.name=onnxruntime"),
     "CUDA": ({"backend": {"name": "onnxruntime", "device": "cuda"}}, "backend.device is cuda", "device=cpu"),
 }

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,12 +24,10 @@ from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
 from kvexport.engine.request import Request
 from kvexport.errors import EnvironmentProblem, SnapshotError, UsageError
-from kvexport.state import mapped_file
-from kvexport.state.periodic import NEXT, READ, PeriodicState
-from kvexport.state.selected_cache import by_heads
+from kvexport.state.periodic import READ, PeriodicState, by_heads
 from kvexport.state.snapshot import Snapshot
 from tests.support.models import build_shared, random_ids
-from tests.support.periodic import DELAY, EVERY, RECENT, SINKS, SLOTS, recipe_of
+from tests.support.periodic import EVERY, RECENT, SINKS, SLOTS, recipe_of
 from tests.support.schedules import Alone, Schedule
 
 
@@ -60,14 +57,8 @@ def full(opened: Any) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def waiting(opened: Any) -> Engine:
-    """An engine whose steps wait for a selection."""
+def periodic(opened: Any) -> Engine:
     return opened()
-
-
-@pytest.fixture(scope="module")
-def delayed(opened: Any) -> Engine:
-    return opened(delay=DELAY)
 
 
 def answers(engine: Engine, batch: list[Any], new: int = 60) -> list[list[int]]:
@@ -103,7 +94,7 @@ def held(own: Any, layer: int = 0, head: int = 0) -> list[int]:
     return position[votes > 0].tolist()
 
 
-@pytest.mark.parametrize("settings", [{"every": 1, "slots": 24}, {"every": 8, "slots": 250}, {"slots": 90, "delay": 3}])
+@pytest.mark.parametrize("settings", [{"every": 1, "slots": 24}, {"every": 8, "slots": 250}, {"slots": 90}])
 def test_sequences_that_fit_are_answered_from_the_full_cache(
     opened: Any, full: Engine, settings: dict[str, Any]
 ) -> None:
@@ -126,14 +117,13 @@ def test_a_selection_of_all_entries_equals_the_full_cache(opened: Any, full: Eng
 
 
 @pytest.mark.parametrize("method", ["unscored", "h2o", "keepkv"])
-@pytest.mark.parametrize("delay", [0, DELAY])
-def test_a_step_reads_the_selected_entries_and_the_tokens_since(opened: Any, method: str, delay: int) -> None:
+def test_a_step_reads_the_selected_entries_and_the_tokens_since(opened: Any, method: str) -> None:
     """Far beyond the slots, a step reads the sinks, the latest entries and those of the highest scores, bit by bit."""
-    lanes = opened(method="keepkv" if method == "keepkv" else "h2o", delay=delay).lanes(1)
+    lanes = opened(method="keepkv" if method == "keepkv" else "h2o").lanes(1)
     lanes.state._selected.scored = method != "unscored"  # as for a method that keeps no scores
     prompt, tokens = random_ids(3, 50, 150, vocabulary=64)
     lanes.prefill([prompt])
-    selections, budget = [], SLOTS - EVERY - delay
+    selections, budget = [], SLOTS - EVERY
     for token in tokens:
         length = lanes.length[0]
         lanes.append([[int(token)]])
@@ -150,7 +140,7 @@ def test_a_step_reads_the_selected_entries_and_the_tokens_since(opened: Any, met
                 np.testing.assert_array_equal(copy[head, : len(at)], whole[head, at])
         since = length - state._contents[0].start + 1
         selections.append(tuple(of_selected[: len(of_selected) - since]))
-        assert len(selections[-1]) == budget and 1 <= since <= EVERY + delay
+        assert len(selections[-1]) == budget and 1 <= since <= EVERY
     view = view_of(lanes)
     for layer in range(2):  # the full cache keeps every token
         assert (view[f"past_key_values.{layer}.position"][:, :200] == np.arange(200)).all()
@@ -158,8 +148,8 @@ def test_a_step_reads_the_selected_entries_and_the_tokens_since(opened: Any, met
     assert len(set(selections)) > 15
 
 
-def test_the_highest_scores_are_chosen(waiting: Engine) -> None:
-    lanes = waiting.lanes(1)
+def test_the_highest_scores_are_chosen(periodic: Engine) -> None:
+    lanes = periodic.lanes(1)
     prompt, tokens = random_ids(4, 61, 30, vocabulary=64)
     lanes.prefill([prompt])
     checked = 0
@@ -176,13 +166,13 @@ def test_the_highest_scores_are_chosen(waiting: Engine) -> None:
     assert checked == 4
 
 
-def test_an_unread_entry_is_selected_again_when_queries_attend_to_it(waiting: Engine) -> None:
+def test_an_unread_entry_is_selected_again_when_queries_attend_to_it(periodic: Engine) -> None:
     """An entry that no step read is selected again when a query asks for it.
 
     An early entry has the lowest score, and is not selected. At the next step of the full cache the query is nearer to
     its key than to any other.
     """
-    lanes = waiting.lanes(1)
+    lanes = periodic.lanes(1)
     prompt, tokens = random_ids(5, 65, 16, vocabulary=64)
     lanes.prefill([prompt])
     view = view_of(lanes)
@@ -205,9 +195,9 @@ def test_an_unread_entry_is_selected_again_when_queries_attend_to_it(waiting: En
         assert (10 in held(selected_of(lanes)[1], 0, head)) == (head in attending)
 
 
-def test_scores_are_updated_for_the_entries_that_are_read(waiting: Engine) -> None:
+def test_scores_are_updated_for_the_entries_that_are_read(periodic: Engine) -> None:
     """The full cache's scores of the selected entries change with the steps that read them. All others stay."""
-    lanes = waiting.lanes(1)
+    lanes = periodic.lanes(1)
     prompt, tokens = random_ids(6, 65, 6, vocabulary=64)
     lanes.prefill([prompt])
     before = by_heads(lanes._plan, lanes.read(0))["past_key_values.1.score"][:, 0, :65]
@@ -224,62 +214,20 @@ def test_scores_are_updated_for_the_entries_that_are_read(waiting: Engine) -> No
         assert gained == pytest.approx(6, abs=1e-3)
 
 
-class Late(Future[Any]):
-    """A selection that is made only when its result is requested, as by the slowest thread."""
-
-    def __init__(self, make: Any) -> None:
-        super().__init__()
-        self.make = make
-
-    def result(self, timeout: float | None = None) -> Any:
-        if not self.done():
-            self.set_result(self.make())
-        return super().result()
-
-
-class Submits:
-    """An executor whose thread is as slow, or as fast, as possible."""
-
-    def __init__(self, slow: bool) -> None:
-        self.slow, self.made = slow, 0
-
-    def submit(self, function: Any, *arguments: Any) -> Future[Any]:
-        self.made += 1
-        future = Late(partial(function, *arguments))
-        if not self.slow:
-            future.result()
-        return future
-
-
-def test_answers_do_not_depend_on_the_speed_of_the_thread(
-    opened: Any, delayed: Engine, waiting: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = answers(delayed, prompts(7), 120)
-    assert delayed._pool.state._thread is not None  # type: ignore[attr-defined]
-    for slow in (True, False):
-        submits = Submits(slow)
-        monkeypatch.setattr("kvexport.state.periodic.ThreadPoolExecutor", lambda *_, s=submits: s)
-        assert answers(opened(delay=DELAY), prompts(7), 120) == expected
-        assert submits.made > 30
-    assert answers(waiting, prompts(7), 120) != expected  # some steps read other entries
-
-
-def test_answers_of_a_batch_equal_solo_answers(delayed: Engine) -> None:
+def test_answers_of_a_batch_equal_solo_answers(periodic: Engine) -> None:
     batch = prompts(8)
-    alone = [answers(delayed, [ids], 120)[0] for ids in batch]
-    assert answers(delayed, batch, 120) == alone
+    alone = [answers(periodic, [ids], 120)[0] for ids in batch]
+    assert answers(periodic, batch, 120) == alone
 
 
-@pytest.mark.parametrize("name", ["waiting", "delayed"])
-def test_schedules_answer_as_solo_runs(name: str, opened: Any, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_schedules_answer_as_solo_runs(opened: Any, periodic: Engine, tmp_path: Path) -> None:
     """Schedules over two engines are answered as alone.
 
     Requests join, leave, fork, and are preempted; there are snapshots as bytes, and prefixes.
     """
-    other = request.getfixturevalue(name)
-    one, another = (opened(delay=other.manifest.recipe.cache.periodic.delay) for _ in range(2))
+    one, another = (opened() for _ in range(2))
     for seed in range(3):
-        Schedule([one, another], Alone(other), tmp_path / str(seed), 500 + seed).run(15)
+        Schedule([one, another], Alone(periodic), tmp_path / str(seed), 500 + seed).run(15)
 
 
 def stopped(engine: Engine, new: int) -> tuple[Snapshot, list[int]]:
@@ -291,23 +239,23 @@ def stopped(engine: Engine, new: int) -> tuple[Snapshot, list[int]]:
     return engine.preempt(request.id), [token.id for token in request.tokens]
 
 
-def test_a_snapshot_continues_at_every_point_of_a_period(delayed: Engine) -> None:
-    engine = delayed
+def test_a_snapshot_continues_at_every_point_of_a_period(periodic: Engine) -> None:
+    engine = periodic
     expected, kinds = answers(engine, [prompts(9)[0]], 100)[0], set[str]()
     for new in range(30, 40):
         snapshot, tokens = stopped(engine, new)
         kinds |= {name.rpartition(".")[2] for name in snapshot.state}
         again = Request((), start=Snapshot.from_bytes(snapshot.to_bytes(), engine.manifest))
-        other = delayed
+        other = periodic
         other.add(again)
         while other.busy:
             other.step()
         assert tokens + [token.id for token in again.tokens] == expected
-    assert {READ, NEXT} <= kinds
+    assert READ in kinds
 
 
-def test_damaged_positions_of_a_snapshot_are_refused(delayed: Engine, full: Engine) -> None:
-    engine = delayed
+def test_damaged_positions_of_a_snapshot_are_refused(periodic: Engine, full: Engine) -> None:
+    engine = periodic
     snapshot, _ = stopped(engine, 33)
     name = f"past_key_values.1.{READ}"
     good = snapshot.state[name]
@@ -324,10 +272,10 @@ def test_damaged_positions_of_a_snapshot_are_refused(delayed: Engine, full: Engi
         Snapshot.from_bytes(snapshot.to_bytes(), full.manifest)
 
 
-def test_rolled_back_tokens_leave_no_trace(waiting: Engine) -> None:
+def test_rolled_back_tokens_leave_no_trace(periodic: Engine) -> None:
     """Rolled back tokens leave no trace, and entries are selected again from those that were there before."""
     prompt, tokens, wrong = random_ids(10, 70, 20, 1, vocabulary=64)
-    lanes, straight = (waiting.lanes(1) for _ in range(2))
+    lanes, straight = (periodic.lanes(1) for _ in range(2))
     rows(lanes, prompt, tokens)
     rows(straight, prompt, tokens)
     lanes.draft([wrong], first=0)
@@ -343,13 +291,13 @@ def test_rolled_back_tokens_leave_no_trace(waiting: Engine) -> None:
     assert held(selected_of(lanes)[1])[-1] == 90
 
 
-def test_the_full_cache_in_a_file_answers_the_same(waiting: Engine, opened: Any, tmp_path: Path) -> None:
-    engine = opened(store=str(tmp_path), limit=10**9)
+def test_the_full_cache_in_a_file_answers_the_same(periodic: Engine, opened: Any, tmp_path: Path) -> None:
+    engine = opened(store=str(tmp_path))
     assert list(tmp_path.iterdir()) == []  # the file has no name
     assert engine._pool.lanes.count == 4  # no lane is added later
     (open_file,) = [x for x in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in x]
     assert "(deleted)" in open_file
-    assert answers(engine, prompts(11), 100) == answers(waiting, prompts(11), 100)
+    assert answers(engine, prompts(11), 100) == answers(periodic, prompts(11), 100)
     del engine
     gc.collect()
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
@@ -360,22 +308,20 @@ def test_the_full_cache_in_a_file_answers_the_same(waiting: Engine, opened: Any,
     [
         ("missing", "No such file or directory"),
         ("full", "No space left on device"),
-        ("limit", r"takes \d+ bytes .*, cache\.periodic\.limit is 5000"),
     ],
 )
 def test_a_file_that_cannot_be_is_an_error(
     opened: Any, tmp_path: Path, failure: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "missing" if failure == "missing" else tmp_path
-    settings = {"store": str(folder), **({"limit": 5000} if failure == "limit" else {})}
 
     def no_space(*_: int) -> None:
         raise OSError(28, os.strerror(28))
 
     if failure == "full":
-        monkeypatch.setattr(mapped_file.os, "posix_fallocate", no_space)
+        monkeypatch.setattr(os, "posix_fallocate", no_space)
     with pytest.raises(EnvironmentProblem, match=problem) as caught:
-        opened(**settings)
+        opened(store=str(folder))
     assert caught.value.fix and list(tmp_path.iterdir()) == []
 
 
@@ -389,7 +335,7 @@ def test_a_disk_that_becomes_full_fails_only_the_calls_that_need_it(
     def no_space(*_: int) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(mapped_file.os, "posix_fallocate", no_space)
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
     with pytest.raises(EnvironmentProblem, match="No space left"):
         engine.lanes(1)
     assert answers(engine, prompts(12)) == expected
@@ -398,8 +344,8 @@ def test_a_disk_that_becomes_full_fails_only_the_calls_that_need_it(
 def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
     program = f"""
         import signal, sys
-        from kvexport.state.mapped_file import mapped
-        held = mapped(1 << 20, {str(tmp_path)!r}, None)
+        from kvexport.state.periodic import mapped
+        held = mapped(1 << 20, {str(tmp_path)!r})
         held[:] = 1
         print("ready", flush=True)
         signal.pause()
@@ -413,19 +359,13 @@ def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_thread_is_there_where_steps_wait(opened: Any) -> None:
-    engine = opened()
-    answers(engine, prompts(13))
-    assert engine._pool.state._thread is None
-
-
-def test_tensorrt_is_refused(waiting: Engine) -> None:
+def test_tensorrt_is_refused(periodic: Engine) -> None:
     with pytest.raises(UsageError, match="TensorRT keeps the cache on the GPU"):
-        backends.get("tensorrt").preparation(waiting.manifest.recipe)
+        backends.get("tensorrt").preparation(periodic.manifest.recipe)
 
 
-def test_state_on_a_device_is_refused(waiting: Engine) -> None:
-    engine = waiting
+def test_state_on_a_device_is_refused(periodic: Engine) -> None:
+    engine = periodic
     model: Any = engine.model
     model.zeros = partial(DeviceArray, "cpu")
     with pytest.raises(UsageError, match=r"copies entries in the host's memory"):

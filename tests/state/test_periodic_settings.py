@@ -12,26 +12,22 @@ from kvexport.errors import UsageError
 from kvexport.export.build import plan_memory
 from kvexport.plan.planner import selected_plan
 from tests.support.models import SIZES, make_recipe, save_checkpoint
-from tests.support.periodic import DELAY, EVERY, SLOTS, recipe_of
+from tests.support.periodic import EVERY, SLOTS, recipe_of
 
 
 def test_the_plan_counts_both_caches(tiny_checkpoint: Path) -> None:
-    plans = [plan_memory(recipe_of(tiny_checkpoint, **s)) for s in ({"slots": None}, {}, {"delay": DELAY})]
+    plans = [plan_memory(recipe_of(tiny_checkpoint, **s)) for s in ({"slots": None}, {})]
     own = selected_plan(plans[1].recipe, plans[1].cache)
     assert own is not None and {*own.heads("capacity")} == {SLOTS}
     assert {*own.heads("budget")} == {SLOTS - EVERY}
     assert plans[1].sequence_bytes == plans[0].sequence_bytes + own.bytes(1)
-    # A thread copies the entries that the next steps read.
-    assert plans[2].sequence_bytes == plans[0].sequence_bytes + 2 * own.bytes(1)
 
 
 @pytest.mark.parametrize(
     ("periodic", "problem"),
     [
-        ({"slots": 8}, "slots 8 leaves no slot to select: cache.periodic.every 8 and delay 0"),
-        ({"delay": 7}, "delay 7 is too long for cache.periodic.every 8"),
+        ({"slots": 8}, "slots 8 leaves no slot to select: cache.periodic.every 8 slots stay free"),
         ({"store": "here"}, "should be an absolute path"),
-        ({"limit": 5}, "limit bounds a file"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(tiny_checkpoint: Path, periodic: dict[str, Any], problem: str) -> None:
@@ -44,7 +40,7 @@ def test_settings_that_cannot_be_are_refused(tiny_checkpoint: Path, periodic: di
     [
         ({"speculate": {"draft": "ngram"}}, "verifies with the full cache"),
         ({"cache": {"method": "h2o", "positions": "cache", "periodic": {"slots": 99}}}, "other places there"),
-        ({"cache": {"method": "full", "periodic": {"store": "/tmp"}}}, "need cache.periodic.slots"),
+        ({"cache": {"method": "full", "periodic": {"store": "/tmp"}}}, "needs cache.periodic.slots"),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.support.models import make_recipe
 
-SLOTS, EVERY, DELAY, SINKS, RECENT = 36, 8, 3, 2, 6
+SLOTS, EVERY, SINKS, RECENT = 36, 8, 2, 6
 
 
 def recipe_of(checkpoint: Path, *, method: str = "h2o", parameters: Any = None, **periodic: Any) -> Any:

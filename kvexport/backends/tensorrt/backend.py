@@ -61,11 +61,6 @@ class TensorRT(Backend):
                 "TensorRT keeps the cache on the GPU",
                 "--set cache.periodic.slots=null",
             )
-        if recipe.speculate.draft == "cache":
-            raise UsageError(
-                "speculate.draft is cache, which copies entries in the host's memory, but TensorRT has them on the GPU",
-                "--set speculate.draft=ngram",
-            )
         if recipe.cache.dtype != "model":
             raise UsageError(
                 f"cache.dtype is {recipe.cache.dtype}, which the backend tensorrt does not support",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvexport.commands.options import HtmlOption, JsonOption, RecipeOption, SetOption, TelemetryOption
+from kvexport.commands.options import HtmlOption, JsonOption, RecipeOption, SetOption
 from kvexport.commands.output import print_result, read_text, require_folder, write_page
 
 if TYPE_CHECKING:
@@ -52,7 +52,6 @@ def evaluate(
         Path | None,
         typer.Option(metavar="DIR", help="Keep artifacts and results there, so that a killed run can continue."),
     ] = None,
-    telemetry: TelemetryOption = False,
     as_json: JsonOption = False,
     html: HtmlOption = None,
 ) -> None:
@@ -71,8 +70,8 @@ def evaluate(
         "seed": seed,
         "batch": batch,
         "training_length": training_length,
+        "against": against,
     }
-    shared |= {"telemetry": telemetry, "against": against}
     options = make_options(methods, budgets, tasks, text, longbench, ruler, **shared)
     result = measure(recipe, overrides or (), options, work, show, say)
     if html is not None:

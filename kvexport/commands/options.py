@@ -105,9 +105,6 @@ HtmlOption = Annotated[
     Path | None,
     output_option("--html", metavar="FILE", help="Also write the report as a page."),
 ]
-TelemetryOption = Annotated[
-    bool, typer.Option("--telemetry", help="Show the effect of every merge on the attention output.")
-]
 BackendOption = Annotated[
     str | None,
     backend_option(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvexport.backends.sections import names
-from kvexport.commands.options import ArtifactArgument, HtmlOption, JsonOption, TelemetryOption
+from kvexport.commands.options import ArtifactArgument, HtmlOption, JsonOption
 from kvexport.commands.output import print_result, require_folder, write_page
 from kvexport.errors import EnvironmentProblem, MismatchError
 
@@ -34,7 +34,6 @@ def validate(
         str | None, typer.Option(metavar="DIR", help="The folder of the weights. [default: the recipe's]")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The seed of the random tokens.")] = 0,
-    telemetry: TelemetryOption = False,
     layers: Annotated[
         int | None, typer.Option(metavar="N", help="Compare only the first N layers, built for this.")
     ] = None,
@@ -49,7 +48,7 @@ def validate(
     from kvexport.validate.sections import sections as sections_of
 
     require_folder(html)
-    settings: dict[str, Any] = {"length": length, "batch": batch, "seed": seed, "telemetry": telemetry}
+    settings: dict[str, Any] = {"length": length, "batch": batch, "seed": seed}
     results, missing = validate_backends(artifact, backend, layers, checkpoint, show, **settings)
     for name, why in missing.items():
         typer.echo(f"not compared with {name}: {why}", err=True)

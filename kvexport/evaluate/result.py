@@ -10,7 +10,6 @@ from kvexport.evaluate.measure import Window
 from kvexport.evaluate.statistics import Estimate, mean
 from kvexport.evaluate.suites import Item
 from kvexport.evaluate.tasks import TASKS
-from kvexport.validate.perturbation import Perturbation
 
 STABILITY = "stability"
 ALL_TASKS = (*TASKS, STABILITY)
@@ -34,8 +33,6 @@ class Options:
     training_length: int | None = None
     source: str | None = None  # text that samples are made from
     suites: dict[str, list[Item]] = field(default_factory=dict)  # items of LongBench or RULER, by data set
-    # Whether to measure the effect of every merge on the attention output, on one batch of text (or of the first task)
-    telemetry: bool = False
     # Label of the method that the others are compared with in paired differences; None for the recipe's own method, or
     # for the last label if the recipe's method is not compared
     against: str | None = None
@@ -80,7 +77,6 @@ class Result:
     step_seconds: float | None  # seconds of one decode step of one sequence at the run's length; None if not measured
     scores: dict[str, Score] = field(default_factory=dict)
     windows: list[Window] = field(default_factory=list)  # intervals of the stability run; empty without one
-    telemetry: list[Perturbation] | None = None  # effect of merges; None if it was off, and for the full cache
 
 
 @dataclass(frozen=True)

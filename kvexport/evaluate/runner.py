@@ -12,8 +12,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.errors import UsageError
@@ -44,7 +42,6 @@ from kvexport.recipe.fields import Recipe
 from kvexport.schema.state import CONTRACT_VERSION
 from kvexport.terminal import Progress, silent
 from kvexport.units import format_seconds
-from kvexport.validate.perturbation import NO_TELEMETRY, Perturbation
 from kvexport.version import __version__
 
 if TYPE_CHECKING:
@@ -110,8 +107,6 @@ class Run:
         if unknown := [name for name in options.tasks if name not in ALL_TASKS]:
             raise UsageError(f"unknown task {unknown[0]!r}", f"--tasks {','.join(ALL_TASKS)}")
         own = load_recipe(recipe, overrides).recipe
-        if options.telemetry and own.cache.positions == "cache":
-            raise UsageError(*NO_TELEMETRY)
         with progress("reading the checkpoint", None):
             shape = read_model(own)
         self.source = shape.checkpoint
@@ -127,8 +122,6 @@ class Run:
             task: "this model's language cannot ask it" for task in options.tasks if task in self.language.lacks
         }
         self.samples = self._samples()
-        if options.telemetry and not self.samples:
-            raise UsageError("telemetry needs the samples of a task, and no task was chosen", "--tasks text")
         longest = max([len(s.ids) for samples in self.samples.values() for s in samples], default=0)
         longest = max(longest, limit if options.suites else 0, self.length + TIMED)
         # Settings that every engine of this run shares.
@@ -158,7 +151,6 @@ class Run:
             self._of_samples(*self.samples),
             stated,
             self.length,
-            options.telemetry,
             options.timed,
             stable,
         ]
@@ -324,22 +316,10 @@ class Run:
                 scores = run_items(engine, items, self.options.batch)
                 result.scores[suite] = Score(suite, accuracy=mean(scores), samples={ACCURACY: tuple(scores)})
                 bar.advance(len(items))
-        if self.options.telemetry and budget is not None:
-            with self.progress(f"watching {name} merge", None):
-                result.telemetry = self._perturbations(engine, setting.recipe)
         if not self.kept:
             shutil.rmtree(engine.path)
         self._seconds.append(time.monotonic() - start)
         return result
-
-    def _perturbations(self, engine: Engine, recipe: Recipe) -> list[Perturbation]:
-        from kvexport.validate.reference import TorchReference
-        from kvexport.validate.watch import watch
-
-        samples = self.samples.get("text") or next(iter(self.samples.values()))
-        tokens = [np.array(sample.ids, dtype=np.int64) for sample in samples[: self.options.batch]]
-        reference = TorchReference(self.source, engine.plan, self.geometry, recipe.cache.build_method(), recipe)
-        return watch(reference, recipe, tokens)
 
 
 def _against(label: str | None, labels: Sequence[str], own: str) -> str:

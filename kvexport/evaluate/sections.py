@@ -12,23 +12,11 @@ from kvexport.evaluate.statistics import Estimate
 from kvexport.evaluate.tasks import TASKS
 from kvexport.report.sections import Cell, HeatMap, KeyValues, Paragraph, Plot, Section, Series, Table
 from kvexport.units import format_bytes
-from kvexport.validate.perturbation import drawings, tables
 
 
 def sections(evaluation: Evaluation) -> list[Section]:
-    out = [
-        *_summary(evaluation),
-        *_tables(evaluation),
-        *_curves(evaluation),
-        *_needles(evaluation),
-        *_stability(evaluation),
-    ]
-    watched = [(named(r), r.telemetry) for r in evaluation.results if r.telemetry is not None]
-    return (
-        [*out, *tables(watched, "method"), *(d for name, rows in watched for d in drawings(rows, name))]
-        if watched
-        else out
-    )
+    parts = (_summary, _tables, _curves, _needles, _stability)
+    return [section for part in parts for section in part(evaluation)]
 
 
 def _summary(evaluation: Evaluation) -> list[Section]:

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.backends.base import Runners
+from kvexport.backends.model_state import LaneState
 from kvexport.backends.rows import MASS_ERROR, TopLogits
 from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
-from kvexport.validate.backend import ReferenceBackend
+from kvexport.plan.cache import CachePlan
 from kvexport.validate.compare import (
     LAYERS,
     MERGES,
@@ -52,7 +53,6 @@ class Comparison:
         runners: Runners,
         reference: TorchReference,
         result: ValidationResult,
-        telemetry: Any = None,
     ) -> None:
         self.engine, self.runners, self.reference, self.result = engine, runners, reference, result
         # The reference's caches may have fewer slots than the engine's (`kvexport.validate.slots`).
@@ -70,7 +70,7 @@ class Comparison:
         shared: dict[str, Any] = {"prefill_chunk": limits.prefill_chunk, "merge_every": limits.merge_every}
         shared["merge_prompts"] = engine.manifest.recipe.cache.merge_prompts
         self.adapters = engine.adapters
-        self.locked = LockedBackend(self, reference, self.plan, batch, telemetry)
+        self.locked = LockedBackend(self, reference, self.plan, batch)
         # The reference merges by the same rule as the engine.
         self.reference_lanes = Lanes(self.locked, engine.plan, batch, **shared)
         own = WatchedState(engine.new_state(batch), engine.plan, self.plan)
@@ -303,23 +303,48 @@ class Comparison:
                 self.result.in_place_identical &= array.tobytes() == separate[present].tobytes()
 
 
-class LockedBackend(ReferenceBackend):
-    """A PyTorch reference run that passes every decoder call and merge to a comparison with the engine."""
+class LockedBackend(LaneState):
+    """A run of the PyTorch reference whose calls and merges are passed to a comparison with the engine."""
 
     whole = False
 
-    def __init__(self, comparison: Comparison, *reference: Any) -> None:
-        super().__init__(*reference)
-        self.comparison = comparison
-        self.hidden = {}
+    def __init__(self, comparison: Comparison, reference: TorchReference, plan: CachePlan, lanes: int) -> None:
+        self.comparison, self.reference = comparison, reference
+        self.hidden: dict[int, NDArray[Any]] = {}  # of the last call, at the start of every layer
+        self.state = {
+            name: np.zeros(layer.shapes(lanes)[kind], layer.dtypes()[kind])
+            for name, _, layer, kind in plan.state_names()
+        }
+        self.length = np.zeros((lanes, 1), dtype=np.int64)
 
-    def decoded(self, feed: Arrays, present: Arrays) -> None:
-        """Pass the reference's decoder call to the comparison. See `ReferenceBackend.decoded`."""
-        self.comparison.decoded(feed, present, self.hidden or {}, self.whole)
+    def decode(
+        self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
+    ) -> NDArray[np.float32]:
+        """Append tokens to all lanes by the PyTorch reference, and return logits. See `LaneState.decode`."""
+        assert first == 0 and len(input_ids) == len(self.length), "a reference runs all its lanes"
+        feed = {"input_ids": input_ids, "query_length": query_length, "past_length": self.length, **self.state}
+        present = self.reference.decode(feed, self.hidden)
+        self.comparison.decoded(feed, present, self.hidden, self.whole)
+        self.length = present["present_length"]
+        self._take(present, slice(None))
+        logits: NDArray[np.float32] = present["logits"]
+        return logits
 
-    def merged(self, feed: Arrays, present: Arrays, first: int) -> None:
-        """Pass the reference's merge to the comparison. See `ReferenceBackend.merged`."""
+    def merge(self, first: int, last: int) -> None:
+        """Compress the KV cache of each lane first <= lane < last to its budget, by the PyTorch reference."""
+        feed = {name: array[first:last] for name, array in self.state.items()}
+        present = self.reference.merge(feed)
         self.comparison.merged(feed, present, first)
+        self._take(present, slice(first, last))
+
+    def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
+        """Raise an error: the batch lanes of a reference run are never used twice."""
+        raise AssertionError("a reference runs once")
+
+    def _take(self, present: Arrays, lanes: slice) -> None:
+        for name, array in present.items():
+            if name.startswith("present."):
+                self.state[name.replace("present.", "past_key_values.")][lanes] = array
 
 
 def _keep(largest: dict[str, float], kind: str, sizes: NDArray[Any]) -> None:

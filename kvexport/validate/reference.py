@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,16 +29,13 @@ from kvexport.validate.float64 import as_ever, in_float64
 from kvexport.validate.slots import slots_for
 from kvexport.validate.weights import load_model
 
-if TYPE_CHECKING:
-    from kvexport.validate.telemetry import Telemetry
-
 Arrays = dict[str, NDArray[Any]]
 State = tuple[Tensor, ...]  # the state tensors of one cache, in the order of `LayerCache.state`
 VOTES = STATE_NAMES.index("votes")
 
 
 class _Eager:
-    """PyTorch implementation of attention over given KV-cache tensors; `telemetry` receives its inputs."""
+    """PyTorch implementation of attention over given KV-cache tensors."""
 
     def __init__(
         self,
@@ -49,10 +46,9 @@ class _Eager:
         query_length: Tensor,
         past: Mapping[int, State],
         capacity: Mapping[int, tuple[int, ...]],
-        telemetry: Telemetry | None,
     ) -> None:
         self.method, self.plan, self.geometry, self.past, self.capacity = method, plan, geometry, past, capacity
-        self.position, self.query_length, self.telemetry = position, query_length, telemetry
+        self.position, self.query_length = position, query_length
         self.present: dict[int, tuple[Tensor, ...]] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
@@ -60,8 +56,6 @@ class _Eager:
         if options["reads"] is not None:
             return self._read(self.plan.cache_of(options["reads"]), query, sinks)
         cache = self.plan.cache_of(options["layer"])
-        if self.telemetry:
-            self.telemetry.attended(cache, query, key, value, self.position, self.query_length, sinks)
         past = self.past[cache]
         own, extra = past[: len(STATE)], past[len(STATE) :]
         inputs = (query, key, value, self.position, self.query_length, *own, sinks, *extra)
@@ -119,14 +113,12 @@ class TorchReference:
     def decode(
         self,
         feed: Mapping[str, NDArray[Any]],
-        telemetry: Telemetry | None = None,
         hidden: dict[int, NDArray[Any]] | None = None,
     ) -> Arrays:
         """Compute the decoder in PyTorch, with the inputs and outputs of decoder.onnx.
 
         Args:
             feed: input_ids [B, T], query_length [B, 1], past_length [B, 1] and past_key_values.*.
-            telemetry: Receives the inputs of every layer's attention.
             hidden: If not None, receives the hidden state [B, T, hidden] at the start of every layer that has a cache,
                 by the number of its cache.
         """
@@ -140,7 +132,7 @@ class TorchReference:
         rotated_by = position
         if self.plan.cache_positions:
             rotated_by = used_slots(past[0][VOTES], self.plan.caches[0].kv_heads) + torch.arange(ids.shape[1])
-        eager = _Eager(self.method, self.plan, self.geometry, position, query_length, past, capacity, telemetry)
+        eager = _Eager(self.method, self.plan, self.geometry, position, query_length, past, capacity)
         names = {(x.layer, tensor.name): (x.place, tensor) for x in self.plan.states for tensor in x.state}
         recurrent = {
             place: torch.from_numpy(np.array(feed[tensor.past(name)])) for place, (name, tensor) in names.items()

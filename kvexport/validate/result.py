@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.validate.perturbation import Perturbation
-
 FLIPS_ALLOWED = 0.01  # share of head-merges; on SmolLM2 rounding decides a tie in one of a thousand
 FAR = 0.5  # nats that a compressed cache may add to the loss of text without a warning
 FEW_FLIPS = 2  # this many flips pass, however few head-merges there were
@@ -140,8 +138,6 @@ class ValidationResult:
     # For each sequence whether the top token equals the full cache's at `positions`
     agrees: list[list[bool]] = field(default_factory=list)
     positions: list[list[int]] = field(default_factory=list)  # for each sequence the compared positions
-    # Effect of merges on the reference's attention; None if telemetry was off
-    telemetry: list[Perturbation] | None = None
     # Number of layers that were compared, and the number that the model has; None for all
     layers: tuple[int, int] | None = None
     unmerged: int = 0  # number of KV heads that can merge, but whose budget is at least the longest sequence

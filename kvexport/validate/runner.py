@@ -19,12 +19,10 @@ import numpy as np
 from kvexport import backends
 from kvexport.artifact.reading import load_manifest
 from kvexport.engine.load import load
-from kvexport.errors import UsageError
 from kvexport.packages import require
 from kvexport.recipe.fields import Recipe
 from kvexport.terminal import Progress, silent
 from kvexport.validate.layers import require_checkpoint
-from kvexport.validate.perturbation import NO_TELEMETRY
 from kvexport.validate.result import ValidationResult
 from kvexport.validate.slots import used_plan
 from kvexport.validate.tokens import Ids, continued_prompts, later_calls, schedule, sequences
@@ -45,7 +43,6 @@ def validate_artifact(
     batch: int | None = None,
     checkpoint: str | None = None,
     seed: int = 0,
-    telemetry: bool = False,
     backend: str | None = None,
     device: str | None = None,
     progress: Callable[[str, int | None], Progress] = silent,
@@ -56,18 +53,10 @@ def validate_artifact(
     from kvexport.validate.comparison import Comparison
     from kvexport.validate.divergence import compared_positions, mean_kl_at, measure_divergence, untouched_positions
     from kvexport.validate.reference import TorchReference, full_logits
-    from kvexport.validate.telemetry import Telemetry
 
     began = time.monotonic()
     manifest = load_manifest(path)
     recipe = manifest.recipe
-    if telemetry and manifest.cache.cache_positions:
-        raise UsageError(*NO_TELEMETRY)
-    if telemetry and recipe.cache.dtype != "model":
-        raise UsageError(
-            f"telemetry needs a cache in the model's type, and cache.dtype is {recipe.cache.dtype}",
-            "--set cache.dtype=model, or no --telemetry",
-        )
     runtime = backends.get(backend or recipe.backend.name)
     where = device or runtime.device(recipe)
     if checkpoint:
@@ -95,9 +84,8 @@ def validate_artifact(
         own_kl_allowed=OWN_KL[recipe.model.dtype],
         unmerged=sum(sum(b >= len(tokens[0]) for b in x.budget) for x in engine.plan.caches if x.merges),
     )
-    watching = Telemetry(used, shape.geometry, method) if telemetry else None
     _quiet_polygraphy()
-    comparison = Comparison(engine, runtime.runners(engine.model, manifest), reference, result, watching)
+    comparison = Comparison(engine, runtime.runners(engine.model, manifest), reference, result)
     later = later_calls(manifest.limits, recipe.cache.merge_prompts)
     calls = list(schedule(tokens, recipe.export.prefill_chunk, later))
     whole = _whole_calls([prefill for _, prefill in calls])
@@ -107,8 +95,6 @@ def validate_artifact(
             comparison.step(call_tokens, prefill=prefill, unread=continued_prompts(calls[i + 1 :]), whole=i in whole)
             bar.advance(1)
     comparison.finish()
-    if watching:
-        result.telemetry = watching.rows()
     with progress("comparing with the uncompressed model", None):
         own = comparison.independent.logits
         positions = compared_positions(own, result.budgets)

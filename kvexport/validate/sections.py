@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from kvexport.report.sections import KeyValues, Paragraph, Plot, Section, Series, Table
-from kvexport.validate.perturbation import layer_sections
 from kvexport.validate.result import ABOVE, KINDS, OUTLIERS, ROUNDING_RATIO, ValidationResult
 
 # Random tokens have no context to merge, so their distance says nothing of text.
@@ -45,8 +44,7 @@ def sections(result: ValidationResult) -> list[Section]:
         sections.append(Table("Ties that rounding decides", names, flips, note))
     if result.rounding:
         sections.append(_rounding(result))
-    sections += _plots(result)
-    return sections if result.telemetry is None else [*sections, *layer_sections(result.telemetry)]
+    return [*sections, *_plots(result)]
 
 
 def summary(result: ValidationResult) -> dict[str, Any]:

@@ -301,7 +301,6 @@ def test_validate_reports_and_exits_with_4_on_a_mismatch(
         4,
         "--checkpoint",
         "there",
-        "--telemetry",
         "--html",
         tmp_path / "page.html",
     )
@@ -313,7 +312,6 @@ def test_validate_reports_and_exits_with_4_on_a_mismatch(
         "length": 99,
         "seed": 4,
         "checkpoint": "there",
-        "telemetry": True,
     }
     assert result.exit_code == (0 if outcome.passed else 4)
     assert f"passed: {outcome.passed}" in result.stdout

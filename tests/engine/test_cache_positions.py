@@ -18,7 +18,6 @@ from kvexport.artifact.reading import load_manifest
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.engine.request import Request
-from kvexport.errors import UsageError
 from kvexport.recipe.fields import MOST, Recipe
 from kvexport.state.snapshot import Snapshot
 from kvexport.validate.runner import validate_artifact
@@ -227,8 +226,3 @@ def test_the_artifact_has_positions_of_the_cache(merging: Path) -> None:
 def test_the_artifact_passes_validation(merging: Path) -> None:
     """Every call and merge passes validation against PyTorch, in place and with separate state."""
     assert validate_artifact(merging, length=160).passed
-
-
-def test_telemetry_is_refused(merging: Path) -> None:
-    with pytest.raises(UsageError, match="telemetry needs absolute positions"):
-        validate_artifact(merging, telemetry=True)

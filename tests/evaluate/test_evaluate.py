@@ -38,7 +38,6 @@ OPTIONS = Options(
     samples=10,
     length=LENGTH,
     training_length=64,
-    telemetry=True,
 )
 
 
@@ -107,19 +106,6 @@ def test_stability_runs_twenty_lengths(evaluation: Evaluation) -> None:
     assert small.windows[-1].end == 20 * 64 - 1
     assert all(w.finite and 0 < w.key_norm < 100 for w in small.windows)
     assert not roomy.windows
-
-
-def test_telemetry_covers_the_caches_that_merge(evaluation: Evaluation) -> None:
-    small, roomy = evaluation.results
-    assert evaluation.full.telemetry is None
-    assert roomy.telemetry == []
-    assert small.telemetry
-    assert max(r.tokens for r in small.telemetry) > LENGTH // 2
-    assert all(r.heads == 8 * 4 and 0 < r.mean <= r.largest and r.theorem is None for r in small.telemetry)
-    page = render_html("Evaluation", "", sections(evaluation))
-    assert "Perturbation, merge by merge: streaming, 32 slots" in page
-    assert "Perturbation by merging" in render_text(sections(evaluation))
-    assert "Theorem 5" not in page
 
 
 def test_every_result_is_reported_when_it_is_measured(evaluation: Evaluation, reported: list[str]) -> None:
@@ -194,7 +180,6 @@ def test_a_new_method_is_measured_alone_and_a_changed_setting_again(
         ([*SETTINGS, "cache.sinks=2"], OPTIONS),
         (SETTINGS, replace(OPTIONS, samples=11)),
         (SETTINGS, replace(OPTIONS, seed=1)),
-        (SETTINGS, replace(OPTIONS, telemetry=False)),
         (SETTINGS, replace(OPTIONS, training_length=65)),
     ):
         measured.clear()
@@ -310,7 +295,6 @@ def test_the_command_measures_the_requested_settings_and_prints_all_results(
         "3",
         "--text",
         f"{tmp_path}/book.txt",
-        "--telemetry",
         "--against",
         "streaming",
         "--html",
@@ -330,7 +314,6 @@ def test_the_command_measures_the_requested_settings_and_prints_all_results(
         7,
         3,
         source="Once upon a time",
-        telemetry=True,
         against="streaming",
     )
     data = json.loads(result.stdout)
@@ -358,7 +341,6 @@ def test_the_command_measures_the_requested_settings_and_prints_all_results(
         (["--ruler", "nowhere"], "holds no task of RULER"),
         (["--html", "nowhere/page.html"], "does not exist"),
         (["--against", "keepkv", "--methods", "h2o,streaming"], "'keepkv' is not among the compared labels"),
-        (["--telemetry", "--tasks", "stability"], "telemetry needs the samples of a task"),
     ],
 )
 def test_impossible_settings_are_refused_before_a_build(arguments: list[str], words: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from kvexport.export.build import build, read_model
 from kvexport.plan.planner import plan_cache
 from kvexport.recipe.load import load_recipe
 from kvexport.report.text import render_text
-from kvexport.validate.backend import ReferenceBackend
+from kvexport.validate.comparison import LockedBackend
 from kvexport.validate.reference import TorchReference
 from kvexport.validate.result import Mismatch
 from kvexport.validate.runner import validate_artifact
@@ -38,10 +39,11 @@ def test_equal_shares_of_heads_equal_a_budget_of_the_layer() -> None:
     recipe = recipe_of()
     shape = read_model(recipe)
     reference = TorchReference(shape.checkpoint, shape.plan, shape.geometry, recipe.cache.build_method(), recipe)
+    uncompared: Any = SimpleNamespace(decoded=lambda *_: None, merged=lambda *_: None)
     outputs = []
     for shares in (None, "[[1, 1.0001], [1, 1]]"):
         reference.plan = plan_cache(recipe_of(shares), shape.geometry)
-        backend = ReferenceBackend(reference, reference.plan, 2)
+        backend = LockedBackend(uncompared, reference, reference.plan, 2)
         lanes = Lanes(backend, reference.plan, 2, prefill_chunk=16, merge_every=8)
         outputs.append([lanes.append([t[i : i + 16] for t in tokens], prefill=True) for i in range(0, 64, 16)])
     for together, apart in zip(*outputs, strict=True):

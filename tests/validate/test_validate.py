@@ -27,7 +27,7 @@ from kvexport.validate.sections import sections
 
 @pytest.fixture(scope="module")
 def result(tiny_artifact: Path):
-    return validate_artifact(tiny_artifact, length=160, telemetry=True)
+    return validate_artifact(tiny_artifact, length=160)
 
 
 def altered(artifact: Path, folder: Path, graph: str, change) -> Path:
@@ -91,18 +91,6 @@ def test_the_report_has_a_verdict_figures_and_drawings(result) -> None:
     page = render_html("Validation", "", sections(result))
     assert page.count("<svg") >= 2 and not re.search(r"https?:|<script|src=", page)
     assert json.loads(json.dumps(result.to_json()))["passed"] is True
-
-
-def test_telemetry_is_of_every_merge_and_layer(result) -> None:
-    rows = result.to_json()["telemetry"]
-    merges = sum(s["phase"] == "merge" for s in result.steps)
-    assert {(r["step"], r["layer"]) for r in rows if r["query"] == "current"} == {
-        (s, i) for s in range(merges) for i in (0, 1)
-    }
-    assert all(0 < r["mean"] <= r["largest"] and r["to_full"] > 0 for r in rows)
-    text, page = render_text(sections(result)), render_html("Validation", "", sections(result))
-    assert re.search(r"layer 1 +\d+ +0\.\d+", text) and "no bound" in text and "The largest error of a head" in text
-    assert "Perturbation, merge by merge" in page and "Perturbation by layer" in page
 
 
 @pytest.mark.usefixtures("operators")

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, TEST_RECIPES, save
-from kvexport.evaluate.runner import alone
 
 from kvexport.evaluate.corpus import manual
 from kvexport.evaluate.result import KL, Options

@@ -91,12 +91,10 @@ def main() -> None:
 def commands(shape: str, work: Path, genai: str) -> dict[str, tuple[list[str], dict[str, str]]]:
     """Return the measured commands of a shape by name, each with its environment; they write into `work/out`."""
     sides: dict[str, tuple[list[str], dict[str, str]]] = {}
-    for weights in ("copy", "link") if shape != "7b" else ("link",):
-        recipe = work / f"{shape}-{weights}.yaml"
-        settings = f"model: {{path: {work / shape}, dtype: float16}}\ncache: {{method: keepkv, budget: 512}}\n"
-        recipe.write_text(settings + f"export: {{weights: {weights}}}\n")
-        build = [sys.executable, "-m", "kvexport", "build", "--recipe", str(recipe), "--out", str(work / "out")]
-        sides[f"kvexport, weights: {weights}"] = build, dict(os.environ)
+    recipe = work / f"{shape}.yaml"
+    recipe.write_text(f"model: {{path: {work / shape}, dtype: float16}}\ncache: {{method: keepkv, budget: 512}}\n")
+    build = [sys.executable, "-m", "kvexport", "build", "--recipe", str(recipe), "--out", str(work / "out")]
+    sides["kvexport"] = build, dict(os.environ)
     if shape != "7b" and genai:
         builder = [
             sys.executable,

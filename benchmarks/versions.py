@@ -63,7 +63,6 @@ CASES = [
     Case("prefill", "keepkv", 16384),
     Case("prefill", "full", 2048, batch=4),
     Case("export", "copy"),
-    Case("export", "link"),
 ]
 
 

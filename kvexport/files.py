@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,9 +14,6 @@ from typing import Any, BinaryIO
 
 PART = ".part"  # the end of the name of a file that is being written
 _CHUNK = 4 << 20  # with smaller blocks, a thread that shares the interpreter with a busy one mostly waits for it
-
-# A function that receives the blocks of a file as they are read, each with its offset in the file.
-BlockReader = Callable[[int, memoryview], None]
 
 
 @contextmanager
@@ -68,26 +64,21 @@ def json_digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def file_digests(
-    root: Path, names: Iterable[str], readers: Iterable[BlockReader | None] | None = None
-) -> Iterator[str]:
+def file_digests(root: Path, names: Iterable[str]) -> Iterator[str]:
     """Yield the SHA-256 of files under `root` in the given order.
 
     A few files are read at the same time, because hashlib lets other threads run.
     """
     pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
     try:
-        yield from pool.map(lambda name, reader: _digest(root / name, reader), names, readers or itertools.repeat(None))
+        yield from pool.map(lambda name: _digest(root / name), names)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _digest(path: Path, reader: BlockReader | None) -> str:
-    digest, chunk, offset = hashlib.sha256(), memoryview(bytearray(_CHUNK)), 0
+def _digest(path: Path) -> str:
+    digest, chunk = hashlib.sha256(), memoryview(bytearray(_CHUNK))
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
         while count := file.readinto(chunk):
             digest.update(chunk[:count])
-            if reader:
-                reader(offset, chunk[:count])
-            offset += count
     return digest.hexdigest()

@@ -136,18 +136,17 @@ def build(
 def share_weights(recipe: Recipe, folder: Path) -> SharedWeights:
     """Write the weights of a recipe's checkpoint into `folder`, for several builds to link to.
 
-    The checkpoint's files are hard-linked where no tensor needs a cast. Earlier contents of `folder` are removed.
+    Earlier contents of `folder` are removed.
     """
-    from kvexport.export.stages import write_and_digest
     from kvexport.export.weights.specs import weight_specs
-    from kvexport.export.weights.write import SharedWeights
+    from kvexport.export.weights.write import SharedWeights, write_weights
 
     shape = read_model(recipe)
     specs = weight_specs(shape.checkpoint, shape.model, recipe)
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    return SharedWeights(folder, tuple(specs), write_and_digest(specs, folder, "link", lambda _: None))
+    return SharedWeights(folder, tuple(specs), write_weights(specs, folder, lambda _: None))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from threading import Event
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import onnx
 import onnx_ir as ir
@@ -39,7 +39,6 @@ from kvexport.export.weights.write import (
     Spec,
     WrittenWeights,
     link_shared,
-    linked_digests,
     total_bytes,
     write_weights,
 )
@@ -96,7 +95,7 @@ def trace_and_write(
     if shared is not None and shared.specs == tuple(specs):
         write = partial(link_shared, shared, folder)
     else:
-        write = partial(write_and_digest, specs, folder, recipe.export.weights)
+        write = partial(write_weights, specs, folder)
     with (
         forked(partial(_merge_bytes, shape.plan, method)) as merge_bytes,  # before there are threads
         progress("tracing the model, writing its weights", total_bytes(specs)) as bar,
@@ -208,16 +207,6 @@ def in_background(work: Callable[[Callable[[int], None]], T], advance: Callable[
             raise
         finally:
             sys.setswitchinterval(interval)
-
-
-def write_and_digest(
-    specs: list[Spec], folder: Path, mode: Literal["copy", "link"], advance: Callable[[int], None]
-) -> WrittenWeights:
-    written = write_weights(specs, folder, mode, advance)
-    for name, digest in linked_digests(specs, folder, written):
-        written.digests[name] = digest
-        advance(0)
-    return written
 
 
 def _merge_bytes(plan: CachePlan, method: Any) -> bytes:

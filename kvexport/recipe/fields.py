@@ -106,9 +106,6 @@ class ExportSection(RecipeSection):
     logits: Literal["last", "all"] = Field(
         "last", description="Logits of the last token of a call, or of every token (needed for perplexity)."
     )
-    weights: Literal["copy", "link"] = Field(
-        "copy", description="Copy the weights, or hard-link the checkpoint's files where no cast is needed."
-    )
 
 
 class SpeculateSection(RecipeSection):

@@ -59,8 +59,6 @@ def first_layers(
     ):
         _shorten_checkpoint(source, small, total, count)
         model = recipe.model.model_copy(update={"path": str(small), "revision": None})
-        # "copy": links to whole weight files would become whole copies on another file system.
-        export = recipe.export.model_copy(update={"weights": "copy"})
         # `plan` sets the budgets. The recipe's shares and whole layers are for the full number of layers.
         cache = recipe.cache.model_copy(update={"allocation": AllocationSection(kind="uniform")})
         if manifest.cache.attention_layers:
@@ -71,7 +69,7 @@ def first_layers(
             )
         plan = CachePlan(manifest.cache.caches[:count])
         yield build(
-            recipe.model_copy(update={"model": model, "export": export, "cache": cache}),
+            recipe.model_copy(update={"model": model, "cache": cache}),
             Path(folder) / "artifact",
             name=manifest.name,
             graphs_only=True,

@@ -49,21 +49,20 @@ MIXED = ["sliding_attention", "full_attention"]
 
 @dataclass(frozen=True)
 class Family:
-    """A config, the window of every layer, and the form of its checkpoint and of its weights in the artifact."""
+    """A config, the window of every layer, and the form of its checkpoint."""
 
     config: Callable[..., Any]
     changes: dict[str, Any]
     windows: tuple[int, int] = (0, 0)
     dtype: torch.dtype = torch.float32
     shard: str = "1GB"
-    weights: str = "copy"
 
 
 FAMILIES = {
     "apertus": Family(ApertusConfig, {}),
     "llama": Family(LlamaConfig, {}),
     "mistral": Family(MistralConfig, {"sliding_window": WINDOW}, windows=(WINDOW, WINDOW)),
-    "qwen2": Family(Qwen2Config, {}, weights="link"),
+    "qwen2": Family(Qwen2Config, {}),
     "gemma2": Family(
         Gemma2Config,
         {
@@ -186,7 +185,7 @@ class Workshop:
                 "merge_every": 8,
                 "allocation": {"kind": "uniform"},
             },
-            export={"prefill_chunk": CHUNK, "logits": "all", "weights": (FAMILIES | TAIL | HALF)[name].weights},
+            export={"prefill_chunk": CHUNK, "logits": "all"},
             limits={"max_length": MAX_LENGTH, "max_batch": 3},
         )
         artifact = models.build_shared(recipe, self.folder / f"{name}-{method}-{dtype}")
@@ -253,11 +252,6 @@ def test_tied_embeddings_are_stored_once(workshop: Workshop) -> None:
     embedding = 4 * models.SIZES["vocab_size"] * models.SIZES["hidden_size"]
     stored = (checkpoint / "model.safetensors").stat().st_size
     assert (artifact / "decoder.weights").stat().st_size < stored + embedding // 2
-
-
-def test_linked_weights_are_the_checkpoints_own_file(workshop: Workshop) -> None:
-    linked = workshop.engine("qwen2", "full").path / "weights" / "model.safetensors"
-    assert linked.samefile(workshop.checkpoint("qwen2") / "model.safetensors")
 
 
 def test_the_sharded_checkpoint_has_several_files(workshop: Workshop) -> None:

@@ -21,7 +21,7 @@ from kvexport.export.model.checkpoint import read_checkpoint
 from kvexport.export.model.tensors import Checkpoint, dense_values
 from kvexport.export.weights.computed import ComputedSpec
 from kvexport.export.weights.specs import weight_specs
-from kvexport.export.weights.write import DATA_FILE, TensorSpec, write_weights
+from kvexport.export.weights.write import write_weights
 from kvexport.recipe.fields import Recipe
 from kvexport.validate.runner import validate_artifact
 from tests.support.quantized_files import awq, gptq, quantized
@@ -183,23 +183,13 @@ def test_weights_are_written_as_they_are(tmp_path: Path, tiny_checkpoint: Path) 
     source = checkpoint.computed[f"{DOWN}.weight"]
     spec = ComputedSpec("d.weight", source, "float32", source.shape)
     seen: list[int] = []
-    locations, _ = write_weights([spec], tmp_path, "copy", seen.append)
+    locations, _ = write_weights([spec], tmp_path, seen.append)
     assert sum(seen) == spec.nbytes == sum(location.nbytes for location in locations.values())
     assert locations.keys() == {"d.weight", "d.scale", "d.zero"}
     at = locations["d.weight"]
     stored = (tmp_path / at.file).read_bytes()[at.offset : at.offset + at.nbytes]
     words = load_file(tmp_path / "q" / "model.safetensors")[f"{DOWN}.qweight"]
     assert stored == np.ascontiguousarray(words.T).tobytes()
-
-
-def test_nothing_is_linked_beside_packed_weights(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    """No tensor is linked beside packed weights: a link would bring the packed words into the artifact again."""
-    quantized(tiny_checkpoint, tmp_path / "q", GPTQ, gptq)
-    checkpoint = read_checkpoint(tmp_path / "q")
-    source, norm = checkpoint.computed[f"{DOWN}.weight"], checkpoint.tensors["model.norm.weight"]
-    specs = [ComputedSpec("d", source, "float32", source.shape), TensorSpec("n", norm, "float32", norm.shape)]
-    locations, digests = write_weights(specs, tmp_path, "link", lambda _: None)
-    assert {location.file for location in locations.values()} == {DATA_FILE} == digests.keys()
 
 
 @pytest.mark.parametrize(("group", "act_order", "kept"), [(16, False, True), (16, True, False), (32, False, False)])
@@ -347,7 +337,7 @@ def test_scales_that_are_none_are_refused(tmp_path: Path, tiny_checkpoint: Path,
             kvexport.build(Recipe.model_validate({**RECIPE, "model": {"path": str(folder)}}), tmp_path / "artifact")
         else:
             source = read_checkpoint(folder).computed[f"{DOWN}.weight"]
-            write_weights([ComputedSpec("d.weight", source, "float32", source.shape)], tmp_path, "copy", lambda _: None)
+            write_weights([ComputedSpec("d.weight", source, "float32", source.shape)], tmp_path, lambda _: None)
     assert not (tmp_path / "artifact").exists()
 
 

@@ -97,7 +97,7 @@ class EngineBuilder:
     ) -> Manifest:
         """Build TensorRT engines from a staged artifact's ONNX graphs, and return its manifest with their record."""
         state, vocabulary = manifest.cache, manifest.model.vocabulary
-        weights = [*folder.glob("*.weights"), *folder.glob("weights/*")]
+        weights = [*folder.glob("*.weights")]
         require_build_memory(sum(file.stat().st_size for file in weights))
 
         def shape_of(name: str, batch: int, tokens: int) -> tuple[int, ...]:

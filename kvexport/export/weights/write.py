@@ -11,32 +11,27 @@ import hashlib
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, TypeAlias
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
 
 from kvexport.errors import UsageError
 from kvexport.export.model.tensors import Source
 from kvexport.export.weights.computed import ComputedSpec, component_blocks, component_name
-from kvexport.files import file_digests
+from kvexport.files import sync
 from kvexport.tensor_files.casting import (
-    BLOCK_BYTES,
-    SAME,
     WANTED,
     Dtype,
     cast_blocks,
-    require_finite,
     require_float,
-    shrunk,
 )
 from kvexport.tensor_files.entry import TensorEntry
 
 DATA_FILE = "decoder.weights"
-LINK_FOLDER = "weights"
 LARGE_TENSOR_BYTES = 64 << 10
 PAGE_BYTES = 4096
 SMALL_ALIGNMENT_BYTES = 64
@@ -74,9 +69,7 @@ Key: TypeAlias = "tuple[TensorEntry | Source, Dtype]"
 
 class WrittenWeights(NamedTuple):
     locations: dict[str, Location]  # place of each initializer; for packed weights of each of their tensors
-    # Sha256 (hex) of every written file, by its path in the staging folder. Hard-linked files have none, because they
-    # were not read.
-    digests: dict[str, str]
+    digests: dict[str, str]  # sha256 (hex) of every written file, by its path in the staging folder
 
 
 @dataclass(frozen=True)
@@ -122,58 +115,29 @@ def _check_computed(spec: ComputedSpec) -> None:
         )
 
 
-def write_weights(
-    specs: Sequence[Spec], staging: Path, mode: Literal["copy", "link"], progress: Callable[[int], None]
-) -> WrittenWeights:
-    """Write every weight of `specs` into the folder `staging`: copied, cast to the data type of its spec, or computed.
+def write_weights(specs: Sequence[Spec], staging: Path, progress: Callable[[int], None]) -> WrittenWeights:
+    """Write every weight of `specs` into one file, `decoder.weights`: copied, cast to its spec's type, or computed.
 
     Two specs with the same checkpoint entry and dtype, or with the same source, share their bytes. Equal permutations
-    of columns are written once. Peak memory is some tens of MiB for tensors of any size.
-
-    Args:
-        specs: The weights.
-        staging: The directory.
-        mode: "copy" writes all weights into one file, `decoder.weights`, in the order of the specs; tensors of 64 KiB
-            and more begin at a multiple of 4096 bytes (ONNX Runtime maps them), smaller ones at a multiple of 64.
-            "link" hard-links a source file whose tensors need no cast to `weights/<file name>` (or copies the whole
-            file if the file system cannot link); the other weights go to `decoder.weights`, and so do all weights if
-            some are computed. A hard link shares its bytes with the checkpoint: rewriting that file in place changes
-            the artifact, which its digest detects.
-        progress: Receives the number of bytes of initializers that were written since its last call.
+    of columns are written once. Tensors of 64 KiB and more begin at a multiple of 4096 bytes (ONNX Runtime maps them),
+    smaller ones at a multiple of 64. Peak memory is some tens of MiB for tensors of any size. `progress` receives the
+    number of bytes that were written since its last call.
     """
     if len({spec.name for spec in specs}) != len(specs):
         raise ValueError("two specs have the same initializer name")
     check_specs(specs)
-    distinct = _distinct(specs)
-    plain = [spec for spec in distinct if isinstance(spec, TensorSpec)]
-    # Of a file whose other tensors are packed here a link would bring all of them into the artifact a second time.
-    linked = [spec for spec in plain if mode == "link" and len(plain) == len(distinct) and _can_link(spec)]
-    placed, digests = _link_files(linked, staging, progress)
-    rest = [spec for spec in distinct if _key(spec) not in placed]
-    if rest:
-        with (staging / DATA_FILE).open("xb") as stream, ThreadPoolExecutor(1) as hasher:
-            data = _DataFile(stream, hasher)
-            for spec in rest:
-                placed[_key(spec)] = data.append_all(spec, progress)
-            # The artifact is synced when it is published; then there is nothing left to wait for.
-            stream.flush()
-            os.fsync(stream.fileno())
-        digests[DATA_FILE] = data.hexdigest()
+    placed: dict[Key, dict[str, Location]] = {}
+    with (staging / DATA_FILE).open("xb") as stream, ThreadPoolExecutor(1) as hasher:
+        data = _DataFile(stream, hasher)
+        for spec in _distinct(specs):
+            placed[_key(spec)] = data.append_all(spec, progress)
+        # The artifact is synced when it is published; then there is nothing left to wait for.
+        sync(stream)
+    digests = {DATA_FILE: data.hexdigest()}
     components = {
         component_name(spec.name, component): at for spec in specs for component, at in placed[_key(spec)].items()
     }
     return WrittenWeights(components, digests)
-
-
-def linked_digests(specs: Sequence[Spec], staging: Path, written: WrittenWeights) -> Iterator[tuple[str, str]]:
-    """Yield (file, sha256) of the hard-linked weight files in `stage`, and check that their values are finite."""
-    linked: dict[str, list[TensorEntry]] = {}
-    for spec in _distinct(specs):
-        file = written.locations[spec.name].file
-        if file not in written.digests and isinstance(spec, TensorSpec):
-            linked.setdefault(file, []).append(spec.entry)
-    names = sorted(linked)
-    yield from zip(names, file_digests(staging, names, [_finite(linked[name]) for name in names]), strict=True)
 
 
 def link_shared(shared: SharedWeights, staging: Path, progress: Callable[[int], None]) -> WrittenWeights:
@@ -182,14 +146,12 @@ def link_shared(shared: SharedWeights, staging: Path, progress: Callable[[int], 
     `progress` is called as in `write_weights`. An OSError passes through.
     """
     for name in shared.written.digests:
-        target = staging / name
-        target.parent.mkdir(exist_ok=True)
         try:
-            os.link(shared.folder / name, target)
+            os.link(shared.folder / name, staging / name)
         except OSError as error:
             if error.errno not in _NO_LINK:
                 raise
-            shutil.copyfile(shared.folder / name, target)
+            shutil.copyfile(shared.folder / name, staging / name)
     progress(total_bytes(shared.specs))
     return shared.written
 
@@ -257,71 +219,3 @@ def _distinct(specs: Sequence[Spec]) -> list[Spec]:
     for spec in specs:
         first.setdefault(_key(spec), spec)
     return list(first.values())
-
-
-def _can_link(spec: TensorSpec) -> bool:
-    # A header of odd length puts floats at odd addresses once the file is mapped: such a tensor is copied.
-    return (spec.entry.dtype, spec.dtype) in SAME and spec.entry.offset % np.dtype(WANTED[spec.dtype]).itemsize == 0
-
-
-def _link_files(
-    specs: Sequence[TensorSpec], staging: Path, progress: Callable[[int], None]
-) -> tuple[dict[Key, dict[str, Location]], dict[str, str]]:
-    placed: dict[Key, dict[str, Location]] = {}
-    digests: dict[str, str] = {}
-    taken: set[str] = set()
-    for n, source in enumerate(dict.fromkeys(spec.entry.file for spec in specs)):
-        inside = [spec for spec in specs if spec.entry.file == source]
-        last = max(inside, key=lambda spec: spec.entry.offset + spec.entry.nbytes).entry
-        size = source.stat().st_size
-        if size < last.offset + last.nbytes:
-            raise shrunk(last, size)
-        name = source.name if source.name not in taken else f"{n}-{source.name}"
-        taken.add(name)
-        relative = f"{LINK_FOLDER}/{name}"
-        target = staging / relative
-        target.parent.mkdir(exist_ok=True)
-        try:
-            # Of the resolved file: a link to a symlink would leave the artifact pointing into the hub's cache.
-            os.link(source.resolve(), target)
-            progress(sum(spec.nbytes for spec in inside))
-        except OSError as error:
-            if error.errno not in _NO_LINK:
-                raise
-            seen = _finite([spec.entry for spec in inside])
-            digests[relative], size = _copy_file(source, target, sum(spec.nbytes for spec in inside), progress, seen)
-            if size < last.offset + last.nbytes:
-                raise shrunk(last, size) from None
-        placed.update({_key(spec): {"weight": Location(relative, spec.entry.offset, spec.nbytes)} for spec in inside})
-    return placed, digests
-
-
-def _copy_file(
-    source: Path, target: Path, counted: int, progress: Callable[[int], None], seen: Callable[[int, memoryview], None]
-) -> tuple[str, int]:
-    """Copy a whole shard of a checkpoint, and return the copy's sha256 and size in bytes."""
-    digest, left, size = hashlib.sha256(), counted, 0
-    with source.open("rb") as reader, target.open("xb") as writer:
-        while block := reader.read(BLOCK_BYTES):
-            writer.write(block)
-            digest.update(block)
-            seen(size, memoryview(block))
-            progress(min(left, len(block)))
-            left -= min(left, len(block))
-            size += len(block)
-    return digest.hexdigest(), size
-
-
-def _finite(entries: Sequence[TensorEntry]) -> Callable[[int, memoryview], None]:
-    """Return a function that receives blocks of a file, and raises UsageError if a value of `entries` is not finite.
-
-    No block begins or ends within a value, because both lie at multiples of its size.
-    """
-
-    def look(offset: int, block: memoryview) -> None:
-        for entry in entries:
-            begin, end = max(entry.offset, offset), min(entry.offset + entry.nbytes, offset + len(block))
-            if begin < end:
-                require_finite(entry, block[begin - offset : end - offset], begin - entry.offset)
-
-    return look

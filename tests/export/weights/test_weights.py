@@ -24,7 +24,6 @@ from kvexport.export.weights.write import (
     SharedWeights,
     TensorSpec,
     link_shared,
-    linked_digests,
     total_bytes,
     write_weights,
 )
@@ -89,7 +88,7 @@ def test_casts_agree_with_pytorch_bit_for_bit(tmp_path: Path, stored: str, dtype
     values = values[values.to(TORCH[dtype]).isfinite()]
     entries = make_entries(tmp_path / "ckpt", {"x": values})
     expected = values.to(TORCH[dtype]).numpy()
-    locations, _ = write_weights(make_specs(entries, dtype), tmp_path, "copy", ignore)
+    locations, _ = write_weights(make_specs(entries, dtype), tmp_path, ignore)
     for actual in (read_back(tmp_path, locations["model.x"], dtype, values.shape), load_tensor(entries["x"], dtype)):
         assert actual.dtype == dtype
         np.testing.assert_array_equal(bits(actual), bits(expected))
@@ -97,13 +96,9 @@ def test_casts_agree_with_pytorch_bit_for_bit(tmp_path: Path, stored: str, dtype
     assert np.signbit(expected[expected == 0]).any()
 
 
-@pytest.mark.parametrize("how", ["cast", "same type", "link", "no link"])
+@pytest.mark.parametrize("how", ["cast", "same type"])
 @pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
-def test_weights_that_are_not_finite_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, value: float
-) -> None:
-    if how == "no link":
-        monkeypatch.setattr(os, "link", refuse_link)
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, how: str, value: float) -> None:
     for stored in ("F32", "F16") if how != "cast" else STORED:
         values = torch.full((1_200_000,), torch.finfo(STORED[stored]).max / 2, dtype=STORED[stored])
         values[2::3] = -torch.finfo(STORED[stored]).max
@@ -118,9 +113,7 @@ def test_weights_that_are_not_finite_are_refused(
         with pytest.raises(
             UsageError, match=r"tensor 'w' in .*infinite or NaN, the first is number 1100000 of 1200000"
         ):
-            written = write_weights(specs, folder, "copy" if how in ("cast", "same type") else "link", ignore)
-            assert not written.digests
-            dict(linked_digests(specs, folder, written))
+            write_weights(specs, folder, ignore)
 
 
 def refuse_link(*_: object) -> None:
@@ -135,7 +128,7 @@ def test_values_beyond_float16_are_counted_and_refused(tmp_path: Path, stored: s
     entries = make_entries(tmp_path / "ckpt", {"lm_head": values})
     lost = int(values.half().isinf().sum())
     with pytest.raises(UsageError, match=rf"{lost} of 5000008 values of tensor 'lm_head'.*65504") as caught:
-        write_weights(make_specs(entries, "float16"), tmp_path, "copy", ignore)
+        write_weights(make_specs(entries, "float16"), tmp_path, ignore)
     assert "model.dtype=float32" in caught.value.fix
     with pytest.raises(UsageError, match=f"{lost} of"):
         load_tensor(entries["lm_head"], "float16")
@@ -153,7 +146,7 @@ def test_copy_aligns_digests_and_reports_progress(tmp_path: Path) -> None:
     tensors = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in sizes.items()}
     specs = make_specs(make_entries(tmp_path / "ckpt", tensors), "float32")
     reported: list[int] = []
-    locations, digests = write_weights(specs, tmp_path, "copy", reported.append)
+    locations, digests = write_weights(specs, tmp_path, reported.append)
     assert set(locations) == {f"model.{name}" for name in sizes}
     end = 0
     for spec in specs:
@@ -174,90 +167,22 @@ def test_the_page_alignment_begins_at_64_kib(tmp_path: Path) -> None:
     below, at = torch.ones(64 * 256 - 1), torch.ones(64 * 256)
     entries = make_entries(tmp_path / "ckpt", {"a": torch.ones(1), "b": below, "c": torch.ones(1), "d": at})
     specs = [TensorSpec(name, entries[name], "float32", entries[name].shape) for name in "abcd"]
-    locations, _ = write_weights(specs, tmp_path, "copy", ignore)
+    locations, _ = write_weights(specs, tmp_path, ignore)
     assert [locations[name].offset for name in "abcd"] == [0, 64, 64 + 65536, 65536 + 4096]
 
 
-@pytest.mark.parametrize("mode", ["copy", "link"])
-def test_tied_tensors_are_stored_once_per_dtype(tmp_path: Path, mode: str) -> None:
+def test_tied_tensors_are_stored_once_per_dtype(tmp_path: Path) -> None:
     entry = make_entries(tmp_path / "ckpt", {"embed": torch.randn(50, 8)})["embed"]
     specs = [TensorSpec("embed", entry, "float32", (50, 8)), TensorSpec("lm_head", entry, "float32", (50, 8))]
     half = TensorSpec("half", entry, "float16", (50, 8))
     reported: list[int] = []
-    locations, _ = write_weights([*specs, half], tmp_path, mode, reported.append)
+    locations, _ = write_weights([*specs, half], tmp_path, reported.append)
     assert locations["embed"] == locations["lm_head"]
     assert locations["half"] != locations["embed"]
     assert sum(reported) == total_bytes([*specs, half]) == 50 * 8 * 6
     np.testing.assert_array_equal(
         read_back(tmp_path, locations["half"], "float16", (50, 8)), load_tensor(entry, "float16")
     )
-
-
-def make_hub_cache(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, TensorEntry]:
-    """Write a checkpoint whose file is a symlink to a blob, as in the hub's cache."""
-    snapshot, blobs = tmp_path / "snapshots" / "0123abcd", tmp_path / "blobs"
-    snapshot.parent.mkdir()
-    blobs.mkdir()
-    make_entries(snapshot, tensors)
-    (snapshot / "model.safetensors").rename(blobs / "blob")
-    (snapshot / "model.safetensors").symlink_to("../../blobs/blob")
-    return read_checkpoint(snapshot).tensors
-
-
-def test_link_shares_the_inode_of_the_real_file_and_casts_the_rest(tmp_path: Path) -> None:
-    tensors = {"w": torch.randn(64, 32), "norm": torch.randn(32).to(torch.bfloat16), "half": torch.randn(8).half()}
-    entries = make_hub_cache(tmp_path, tensors)
-    stage = tmp_path / "stage"
-    stage.mkdir()
-    specs = make_specs(entries, "float32")
-    reported: list[int] = []
-    locations, digests = write_weights(specs, stage, "link", reported.append)
-    linked = stage / "weights" / "blob"
-    assert linked.stat().st_ino == (tmp_path / "blobs" / "blob").stat().st_ino
-    assert not linked.is_symlink()
-    assert {name: place.file for name, place in locations.items()} == {
-        "model.w": "weights/blob",
-        "model.norm": "decoder.weights",
-        "model.half": "decoder.weights",
-    }
-    assert set(digests) == {"decoder.weights"}
-    assert sum(reported) == total_bytes(specs)
-    for spec in specs:
-        np.testing.assert_array_equal(
-            read_back(stage, locations[spec.name], "float32", spec.shape), tensors[spec.entry.name].float().numpy()
-        )
-
-
-@pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM])
-def test_link_falls_back_to_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "link", refuse)
-    entries = make_entries(tmp_path / "ckpt", {"w": torch.randn(2_000_000), "v": torch.randn(3)})
-    specs = make_specs(entries, "float32")
-    reported: list[int] = []
-    locations, digests = write_weights(specs[:1], tmp_path, "link", reported.append)
-    copy = tmp_path / "weights" / "model.safetensors"
-    source = tmp_path / "ckpt" / "model.safetensors"
-    assert copy.read_bytes() == source.read_bytes()
-    assert copy.stat().st_ino != source.stat().st_ino
-    assert digests == {"weights/model.safetensors": hashlib.sha256(source.read_bytes()).hexdigest()}
-    assert sum(reported) == total_bytes(specs[:1])
-    np.testing.assert_array_equal(
-        read_back(tmp_path, locations[specs[0].name], "float32", specs[0].shape), load_tensor(specs[0].entry, "float32")
-    )
-
-
-def test_other_link_errors_pass_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "link", full)
-    entries = make_entries(tmp_path / "ckpt", {"w": torch.randn(3)})
-    with pytest.raises(OSError, match="No space left") as caught:
-        write_weights(make_specs(entries, "float32"), tmp_path, "link", ignore)
-    assert caught.value.errno == errno.ENOSPC
 
 
 def test_a_failing_write_passes_through(tmp_path: Path) -> None:
@@ -268,8 +193,7 @@ def test_a_failing_write_passes_through(tmp_path: Path) -> None:
         "from kvexport.export.weights.write import TensorSpec, write_weights\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
         "entry = read_checkpoint(Path(sys.argv[1])).tensors['w']\n"
-        "try: write_weights([TensorSpec('w', entry, 'float32', entry.shape)], Path(sys.argv[2]), 'copy', lambda n: "
-        "None)\n"
+        "try: write_weights([TensorSpec('w', entry, 'float32', entry.shape)], Path(sys.argv[2]), lambda n: None)\n"
         "except OSError as error: print(error.errno)\n"
     )
     done = subprocess.run(
@@ -278,33 +202,8 @@ def test_a_failing_write_passes_through(tmp_path: Path) -> None:
     assert int(done.stdout) == errno.EFBIG
 
 
-def test_files_of_one_name_from_two_folders_stay_apart(tmp_path: Path) -> None:
-    first = make_entries(tmp_path / "one", {"w": torch.randn(8)})["w"]
-    second = make_entries(tmp_path / "two", {"w": torch.randn(8)})["w"]
-    specs = [TensorSpec("a", first, "float32", (8,)), TensorSpec("b", second, "float32", (8,))]
-    locations, _ = write_weights(specs, tmp_path, "link", ignore)
-    assert locations["a"].file != locations["b"].file
-    for spec in specs:
-        np.testing.assert_array_equal(
-            read_back(tmp_path, locations[spec.name], "float32", (8,)), load_tensor(spec.entry, "float32")
-        )
-
-
-def test_a_tensor_at_an_odd_address_is_copied_not_linked(tmp_path: Path) -> None:
-    header = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
-    header += b" " * ((1 - len(header)) % 4)
-    assert len(header) % 4 == 1
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    values = np.arange(4, dtype="<f4")
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + values.tobytes())
-    locations, _ = write_weights(make_specs(read_checkpoint(tmp_path).tensors, "float32"), tmp_path, "link", ignore)
-    assert locations["model.w"].file == "decoder.weights"
-    np.testing.assert_array_equal(read_back(tmp_path, locations["model.w"], "float32", (4,)), values)
-
-
-@pytest.mark.parametrize("mode", ["copy", "link"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_source_that_shrank_is_named(tmp_path: Path, mode: str, dtype: str) -> None:
+def test_a_source_that_shrank_is_named(tmp_path: Path, dtype: str) -> None:
     entries = make_entries(tmp_path / "ckpt", {"w": torch.randn(3_000_000)})
     source = tmp_path / "ckpt" / "model.safetensors"
     size = source.stat().st_size
@@ -312,7 +211,7 @@ def test_a_source_that_shrank_is_named(tmp_path: Path, mode: str, dtype: str) ->
     with pytest.raises(
         UsageError, match=f"model.safetensors ends before tensor 'w'.*{size} bytes, found {size - 1}"
     ) as caught:
-        write_weights(make_specs(entries, dtype), tmp_path, mode, ignore)
+        write_weights(make_specs(entries, dtype), tmp_path, ignore)
     assert "download model.safetensors again" in caught.value.fix
 
 
@@ -320,11 +219,11 @@ def test_shape_dtype_and_name_faults_are_refused_before_anything_is_written(tmp_
     entries = make_entries(tmp_path / "ckpt", {"w": torch.randn(4, 3), "ids": torch.arange(3)})
     good = TensorSpec("w", entries["w"], "float32", (4, 3))
     with pytest.raises(UsageError, match=r"'w'.*shape \[4, 3\].*expects \[3, 4\]"):
-        write_weights([good, TensorSpec("v", entries["w"], "float32", (3, 4))], tmp_path, "copy", ignore)
+        write_weights([good, TensorSpec("v", entries["w"], "float32", (3, 4))], tmp_path, ignore)
     with pytest.raises(UsageError, match=r"'ids'.*is I64, expected one of F64, F32, F16, BF16"):
-        write_weights([good, TensorSpec("ids", entries["ids"], "float32", (3,))], tmp_path, "copy", ignore)
+        write_weights([good, TensorSpec("ids", entries["ids"], "float32", (3,))], tmp_path, ignore)
     with pytest.raises(ValueError, match="same initializer name"):
-        write_weights([good, good], tmp_path, "copy", ignore)
+        write_weights([good, good], tmp_path, ignore)
     assert not (tmp_path / "decoder.weights").exists()
 
 
@@ -349,7 +248,7 @@ def peak():
     return usage if sys.platform == "darwin" else usage * 1024
 entry = read_checkpoint(Path(sys.argv[1])).tensors["w"]
 before = peak()
-write_weights([TensorSpec("w", entry, sys.argv[3], entry.shape)], Path(sys.argv[2]), "copy", lambda n: None)
+write_weights([TensorSpec("w", entry, sys.argv[3], entry.shape)], Path(sys.argv[2]), lambda n: None)
 after = peak()
 np.ones(16 << 20)
 print(json.dumps([after - before, peak() - after]))
@@ -383,9 +282,7 @@ def test_shared_weights_are_linked_into_every_stage_and_copied_where_no_link_can
     specs = [TensorSpec(name, entry, "float32", entry.shape) for name, entry in entries.items()]
     folder = tmp_path / "shared"
     folder.mkdir()
-    written = write_weights(specs, folder, "link", ignore)
-    linked = "weights/model.safetensors"
-    written.digests[linked] = hashlib.sha256((folder / linked).read_bytes()).hexdigest()
+    written = write_weights(specs, folder, ignore)
     if not can_link:
 
         def refuse(*_: object) -> None:
@@ -397,7 +294,7 @@ def test_shared_weights_are_linked_into_every_stage_and_copied_where_no_link_can
         done: list[int] = []
         assert link_shared(SharedWeights(folder, tuple(specs), written), stage, done.append) == written
         assert sum(done) == total_bytes(specs)
-        assert len(written.digests) == 2
+        assert len(written.digests) == 1
         for name, digest in written.digests.items():
             assert hashlib.sha256((stage / name).read_bytes()).hexdigest() == digest
             assert (stage / name).samefile(folder / name) == can_link

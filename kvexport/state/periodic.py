@@ -191,7 +191,7 @@ class PeriodicState(ModelState):
             return False
         if content is None or content.slots[0].shape[1] + length - content.start >= settings.slots:
             self._settle(lane)
-            scores = [None for _ in self._layers]
+            scores: list[NDArray[np.float32] | None] = [None for _ in self._layers]
             if self._selected.scored:
                 full = self._view(lane)
                 scores = [full[f"past_key_values.{i}.score"][:, 0, :length] for i in self._layers]

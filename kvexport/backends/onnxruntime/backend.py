@@ -203,7 +203,7 @@ def _threads() -> int:
 
 def _require_room(path: Path, manifest: Manifest) -> None:
     """Check that the GPU has room for the weights and the cache of one sequence, and warn of weights in float32."""
-    from kvexport.cache_planning import state_bytes
+    from kvexport.plan.planner import state_bytes
     from kvexport.units import format_bytes
 
     own = f"kvexport build --recipe NAME --device cuda --set {{}} --out {path}"

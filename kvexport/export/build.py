@@ -16,7 +16,7 @@ from kvexport.artifact.publish import staging
 from kvexport.errors import UsageError
 from kvexport.export.model.shape import ModelShape
 from kvexport.plan.cache import CachePlan
-from kvexport.plan.memory import MemoryPlan, full_layer_bytes
+from kvexport.plan.memory import MemoryPlan, full_layer_bytes, gpu_bytes
 from kvexport.plan.planner import plan_cache
 from kvexport.recipe.divergence import Divergence
 from kvexport.recipe.fields import MOST, Recipe
@@ -85,7 +85,8 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
     full = None if length == MOST else sum(full_layer_bytes(layer, length, itemsize) for layer in shape.geometry)
     targets = projection_sizes(shape.model, shape.mode, recipe.adapters.targets) if recipe.adapters.count else {}
     geometry, adapters = tuple(shape.geometry), largest_bytes(recipe, targets)
-    return MemoryPlan(name, recipe, geometry, shape.plan, parameters, weights, full, *experts, adapters)
+    arenas = gpu_bytes(recipe, shape.model.config.get_text_config(), itemsize)
+    return MemoryPlan(name, recipe, geometry, shape.plan, parameters, weights, full, *experts, adapters, arenas)
 
 
 def _has_recurrences(plan: CachePlan) -> bool:

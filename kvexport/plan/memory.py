@@ -1,7 +1,7 @@
 """The memory that a recipe will need, computed from the checkpoint's headers before anything is built.
 
 Weights, caches and LoRA adapters are counted exactly. Activations, and memory that the backend takes for itself, are
-not counted.
+estimated on a GPU and not counted on the CPU.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from kvexport.units import format_bytes
 PROGRAM_BYTES = 512 << 20  # Python, the backend, and activations of a small model
 KEPT_BYTES = 1 << 30  # the default for prefixes, and for sessions
 NOT_COUNTED = "activations and the backend's own buffers are not counted"
+ESTIMATED = "activations and CUDA's own memory are estimated, and were measured on no GPU"
+# An assumption for CUDA's context, and the code and workspaces of its libraries.
+CUDA_BYTES = 600 << 20
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,11 @@ class MemoryPlan:
     expert_bytes: int = 0  # bytes of the experts' weights; 0 for a model without experts
     expert_read_bytes: int = 0  # bytes of the weights of the experts that the router chooses for one token
     adapter_bytes: int = 0  # bytes of `adapters.count` LoRA adapters of the largest rank
+    arena_bytes: int = 0  # estimated bytes of activations and of CUDA on a GPU; 0 on the CPU
+
+    @property
+    def _left_out(self) -> str:
+        return ESTIMATED if self.arena_bytes else NOT_COUNTED
 
     @property
     def sequence_bytes(self) -> int:
@@ -160,7 +168,7 @@ class MemoryPlan:
 
     def fit(self, memory: int) -> Fit:
         """Return the number of sequences, and the largest budget, that fit into `memory` bytes with the weights."""
-        room = max(0, memory - self.weight_bytes - self.adapter_bytes)
+        room = max(0, memory - self.weight_bytes - self.adapter_bytes - self.arena_bytes)
         return Fit(memory, room // state_bytes(self.recipe, self.cache), self._largest_budget(room))
 
     def _largest_budget(self, room: int) -> int | None:
@@ -209,6 +217,7 @@ class MemoryPlan:
             "max_length": shown_length(limits.max_length),
             "max_batch": limits.max_batch,
             "adapter_bytes": self.adapter_bytes,
+            "arena_bytes": self.arena_bytes,
             "cache_bytes_per_sequence": self.sequence_bytes,
             "cache_bytes_after_prompt": self.settled_bytes,
             "snapshot_bytes_after_prompt": self.snapshot_bytes,
@@ -221,13 +230,13 @@ class MemoryPlan:
                 for entry, layer in zip(self.cache.to_json(), self.cache.caches, strict=True)
             ],
             "advice": dict(self.advice),
-            "not_counted": NOT_COUNTED,
+            "not_counted": self._left_out,
         }
 
     def sections(self, fit: Fit | None = None) -> list[Section]:
         """Return the report on the memory that a recipe needs; with `fit`, also what fits into a given memory."""
         recipe, batch = self.recipe, self.recipe.limits.max_batch
-        total = self.weight_bytes + self.adapter_bytes + self.batch_bytes
+        total = self.weight_bytes + self.adapter_bytes + self.arena_bytes + self.batch_bytes
         summary: dict[str, str | int | float | None] = {
             "model": recipe.model.path,
             "dtype": recipe.shown_dtype,
@@ -237,7 +246,8 @@ class MemoryPlan:
             **({"adapters": self._adapters} if self.adapter_bytes else {}),
             "cache of 1 sequence": format_bytes(self.sequence_bytes) + self._after_prompt,
             f"cache of {batch} sequences": format_bytes(self.batch_bytes),
-            f"weights{', adapters' * bool(self.adapter_bytes)} and caches": f"{format_bytes(total)}; {NOT_COUNTED}",
+            **({"activations and CUDA": f"about {format_bytes(self.arena_bytes)}"} if self.arena_bytes else {}),
+            f"weights{', adapters' * bool(self.adapter_bytes)} and caches": f"{format_bytes(total)}; {self._left_out}",
             "kvexport serve": str(self.server),
         }
         summary |= self.advice
@@ -267,9 +277,26 @@ class MemoryPlan:
         elif not self.recipe.cache.build_method().compresses:
             budget = f"none to choose: {self.recipe.cache.method} keeps every slot"
         return KeyValues(
-            f"In {format_bytes(fit.memory)}, {NOT_COUNTED}",
+            f"In {format_bytes(fit.memory)}, {self._left_out}",
             {"sequences beside the weights": sequences, f"largest uniform budget for {batch} sequences": budget},
         )
+
+
+def gpu_bytes(recipe: Recipe, config: Any, itemsize: int) -> int:
+    """Return about how many bytes a GPU needs beside weights and caches; 0 if the recipe runs on the CPU.
+
+    Activations are largest in the feed-forward network of a layer, while every lane reads a chunk of its prompt: the
+    residual stream, its norm, the gate, the up projection and their product. The logits of every lane are in float32.
+    """
+    from kvexport import backends
+
+    if not backends.get(recipe.backend.name).needs_gpu(recipe):
+        return 0
+    lanes, chunk = recipe.limits.max_batch, recipe.export.prefill_chunk
+    inner = getattr(config, "intermediate_size", 4 * config.hidden_size)
+    activations = lanes * chunk * (2 * config.hidden_size + 3 * inner) * itemsize
+    logits = 4 * lanes * config.vocab_size * (chunk if recipe.all_logits else 1)
+    return int(activations + logits + CUDA_BYTES)
 
 
 def _with_fewer_rows(ring: StateTensor, count: int) -> StateTensor:

@@ -14,7 +14,7 @@ from kvexport.commands.app import app
 from kvexport.errors import UsageError
 from kvexport.export.build import plan_memory
 from kvexport.plan.cache import LayerCache
-from kvexport.plan.memory import MemoryPlan, layer_groups
+from kvexport.plan.memory import CUDA_BYTES, MemoryPlan, layer_groups
 from kvexport.recipe.load import load_recipe
 from kvexport.units import format_bytes, parse_bytes
 
@@ -78,6 +78,20 @@ def test_as_many_sequences_fit_as_do_fit(tiny_recipe: Path) -> None:
     assert plan.fit(enough).sequences == 5
     assert plan.fit(enough - 1).sequences == 4
     assert plan.fit(plan.weight_bytes - 1).sequences == 0
+
+
+@pytest.mark.parametrize("backend", ["backend.device=cuda", "backend.name=tensorrt"])
+def test_on_a_gpu_activations_and_cuda_are_estimated(tiny_recipe: Path, backend: str) -> None:
+    on_cpu, few, more = (
+        plan_of(tiny_recipe, *settings, "model.dtype=float16")
+        for settings in (["limits.max_batch=1"], [backend, "limits.max_batch=1"], [backend, "limits.max_batch=8"])
+    )
+    assert on_cpu.arena_bytes == 0 and "not counted" in on_cpu.to_json()["not_counted"]
+    each, chunk = (more.arena_bytes - few.arena_bytes) // 7, few.recipe.export.prefill_chunk
+    assert few.arena_bytes == CUDA_BYTES + each > CUDA_BYTES + chunk
+    enough = few.weight_bytes + few.arena_bytes + 2 * few.sequence_bytes
+    assert few.fit(enough).sequences == 2 and few.fit(enough - 1).sequences == 1
+    assert "are estimated" in few.to_json()["not_counted"]
 
 
 @pytest.mark.parametrize("budget", [40, 300, 495, 496, 511])

@@ -41,7 +41,6 @@ class Package:
 
     @property
     def install(self) -> str:
-        """The pip command that installs the Python package, with the whole extra of kvexport that requires it."""
         return (
             f"pip install '{self.name}>={self.minimum}'"
             if self.extra == "run"
@@ -81,7 +80,6 @@ class PackageState:
 
 
 def require(verb: str) -> None:
-    """Check that a command has the packages beyond kvexport's own requirements, and memory to load them."""
     missing = [p.name for p in PACKAGES if p.extra != "run" and needs(verb, p) and not is_there(p.module)]
     if missing:
         are = "is" if len(missing) == 1 else "are"
@@ -129,7 +127,6 @@ def installed_version(name: str) -> str | None:
 
 
 def installed_bytes(names: Iterable[str]) -> int:
-    """Return the bytes on disk of Python distributions, by the sizes in their lists of files."""
     from importlib import metadata
 
     total = 0

@@ -33,7 +33,6 @@ def say(line: str) -> None:
 
 
 def show(label: str, total: int | None = None) -> Progress:
-    """Show the progress of a task on stderr, as a bar or as plain lines."""
     return _bar(label, total) if sys.stderr.isatty() else _line(label, total)
 
 

@@ -55,8 +55,6 @@ class Graphs:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest inputs that an artifact's ONNX graphs take."""
-
     max_length: Count  # largest number of tokens of a sequence
     max_batch: Annotated[int, Field(ge=1, le=MOST_LANES)]  # largest number of sequences of a batch
     prefill_chunk: Count  # largest number of tokens of a sequence in one call

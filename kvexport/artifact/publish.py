@@ -138,7 +138,6 @@ def _is_mount_point(path: Path) -> bool:
 
 
 def beside(target: Path, suffix: str) -> Path:
-    """Return the path of a hidden file next to `target`: its name with a dot in front and `suffix` at the end."""
     return target.with_name(f".{target.name}.{suffix}")
 
 
@@ -249,7 +248,6 @@ def _require_manifest(work: Path) -> None:
 
 
 def sync_tree(root: Path) -> None:
-    """Write every file and folder below `root`, and `root` itself, to the disk."""
     for directory, _, names in os.walk(root, topdown=False):
         for name in names:
             _sync(Path(directory, name))

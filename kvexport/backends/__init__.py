@@ -27,7 +27,6 @@ def get(name: str) -> Backend:
 
 
 def all_backends() -> list[Backend]:
-    """Return every registered backend (ONNX Runtime, TensorRT), sorted by name."""
     from kvexport.backends.sections import names
 
     return [get(name) for name in names()]

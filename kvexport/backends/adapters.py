@@ -101,7 +101,6 @@ class Adapters:
 
 
 def load_adapters(manifest: Manifest, folders: Mapping[str, str | Path]) -> Adapters:
-    """Read LoRA adapters in PEFT's format for the decoder of an artifact."""
     section, targets = manifest.recipe.adapters, manifest.adapters
     if len(folders) > section.count:
         raise UsageError(

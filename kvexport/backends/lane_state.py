@@ -68,7 +68,6 @@ def without_last(plan: CachePlan, votes: Mapping[str, NDArray[Any]], count: int)
 def read_used(
     plan: CachePlan, whole: Callable[[str], NDArray[Any]], names: Collection[str] | None
 ) -> dict[str, NDArray[Any]]:
-    """Return copies of one lane's state tensors, cut to the first slots of each KV head."""
     used: dict[str, tuple[int, ...]] = {}
     arrays = {}
     for name, (axis, cache) in slot_places(plan).items():

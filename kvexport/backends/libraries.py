@@ -28,7 +28,6 @@ def find(variable: str, name: str, entry: str = "") -> Path | None:
 
 
 def why_none(variable: str, subject: str, fix: str) -> tuple[str, str]:
-    """Return why `find` returned None for a library, and the command or setting that makes the library available."""
     setting = os.environ.get(variable, "")
     if not setting:
         return f"{subject} are not built", fix
@@ -63,7 +62,6 @@ def is_cut_off(path: Path) -> bool:
 
 
 def why_not_loaded(path: Path, error: OSError) -> str:
-    """Return why the system could not load a native library, from its error and from the header of the file."""
     machine = platform.machine()
     with path.open("rb") as file:
         header = file.read(20)

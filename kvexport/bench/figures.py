@@ -11,7 +11,6 @@ PERCENTILES = (50, 90, 99)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
-    """Return p50, p90, p99, mean and maximum of measured times, in milliseconds."""
     if not len(values):
         return {**{f"p{p}": None for p in PERCENTILES}, "mean": None, "max": None}
     percentiles = np.percentile(values, PERCENTILES)

@@ -39,7 +39,6 @@ class ModelCalls:
         self._chunk, self._max_length = chunk, max_length
 
     def rows_within(self, seconds: float | None) -> int | None:
-        """Return how many rows a call for prompts computes in this time."""
         if seconds is None:
             return None
         return int(seconds / self._row_seconds) if self._row_seconds else 0
@@ -159,7 +158,6 @@ class ModelCalls:
         return list(requests)
 
     def choose(self, request: Request, rows: Rows, index: int) -> Request:
-        """Sample a request's next token from row `index` of the logits, add the token, and return the request."""
         timing = request.timing
         try:
             top = rows.top_logits(index)

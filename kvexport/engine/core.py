@@ -136,7 +136,6 @@ class EngineCore:
             return self._pool.lanes
 
     def running(self) -> list[Request]:
-        """Return the requests that occupy a lane of the batch, in the order of the lanes."""
         return self._scheduler.running()
 
     def pending(self) -> list[Request]:
@@ -269,7 +268,6 @@ class EngineCore:
                     request.snapshot = self._snapshot(request)
 
     def _count_slots(self, request: Request) -> None:
-        """Add the slots that a finished request holds, and the tokens that they stand for, to its figures."""
         lanes, timing = self._pool.lanes, request.timing
         timing.cache_tokens += lanes.length[request.lane]
         timing.cache_slots += min(round(lanes.occupied(request.lane)), lanes.length[request.lane])

@@ -22,7 +22,6 @@ class Forks:
         self._parents: list[Request] = []  # requests whose `prompt_end` is set
 
     def __len__(self) -> int:
-        """Return the number of prompts whose final state is stored for forks that have not begun."""
         return len(self._parents)
 
     def read(self, request: Request, rows: Rows, index: int) -> None:

@@ -46,7 +46,6 @@ class LanePool:
         self._lanes, self._used = None, {}
 
     def begin(self, lane: int, saved: Saved | None = None) -> None:
-        """Prepare a batch lane for a request: with an empty KV cache, or with a saved one."""
         if saved is not None:
             self.lanes.restore(lane, saved)
         elif lane in self._used:
@@ -54,7 +53,6 @@ class LanePool:
         self._used[lane] = False
 
     def copy(self, source: int, target: int) -> None:
-        """Prepare lane `target` for a request by copying the state (KV cache) of lane `source`."""
         if source != target:
             self.lanes.copy(source, target)
         self._used[target] = False

@@ -151,7 +151,6 @@ class Lanes:
             )
 
     def grow(self, state: LaneState, count: int) -> None:
-        """Switch to a state with more lanes, whose first lanes are copies of the present ones."""
         new = count - self.count
         self.state, self.count = state, count
         self._held = np.concatenate([self._held, np.zeros((new, self._held.shape[1]), dtype=np.int64)])

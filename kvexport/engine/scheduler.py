@@ -64,16 +64,13 @@ class Scheduler:
         return not (self.waiting or self._prefilling)
 
     def running(self) -> list[Request]:
-        """Return the requests that occupy a lane of the batch, in the order of the lanes."""
         return [request for request in self.lanes if request is not None]
 
     def add(self, request: Request) -> None:
-        """Put a request into the waiting queue, until it gets a lane of the batch."""
         bisect.insort(self.waiting, request, key=lambda other: (other.priority, other.id))
 
     @property
     def excess(self) -> int:
-        """The number of waiting requests minus the number of free lanes."""
         return len(self.waiting) - self.lanes.count(None)
 
     def expired(self, now: float) -> list[Request]:
@@ -145,7 +142,6 @@ class Scheduler:
                 queue.remove(request)
 
     def forks(self, request: Request) -> list[Request]:
-        """Return the waiting forks of a request: further answers to the same prompt."""
         return [other for other in self.waiting if other.fork_of is request]
 
     def _admit(self) -> list[Request]:

@@ -33,7 +33,6 @@ def drafter_of(manifest: Manifest) -> Drafter | None:
 
 
 def draft_ngrams(requests: Sequence[Request], lanes: Lanes, *, tokens: int, max_length: int) -> list[list[int]]:
-    """Draft tokens by prompt lookup: those that followed an earlier occurrence of each sequence's last n-gram."""
     # The last token of an answer is never drafted, because the step that verifies the earlier ones gives it anyway.
     counts = [min(tokens, request.room(max_length) - 1) for request in requests]
     return [follow(request.seen, count) if count > 0 else [] for request, count in zip(requests, counts, strict=True)]

@@ -74,7 +74,6 @@ class EngineThread:
         self._refuse_calls()
 
     def _make_calls(self) -> None:
-        """Call all functions that wait. If no request runs, wait for the next function."""
         with suppress(queue.Empty):
             while True:
                 function, future = self._calls.get(block=not self.engine.busy and not self._ending)

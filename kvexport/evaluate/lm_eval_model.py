@@ -27,8 +27,6 @@ NEW_TOKENS = 256  # if a task names no limit; the harness's own models use the s
 
 @register_model("kvexport")
 class KvexportLM(LM):  # type: ignore[misc]
-    """A model class for lm-evaluation-harness that runs an artifact (exported model)."""
-
     def __init__(
         self, artifact: str | Path, batch_size: int | str | None = None, threads: int | None = None, **_: Any
     ) -> None:

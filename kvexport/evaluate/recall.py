@@ -19,8 +19,6 @@ TAIL = 64  # tokens; longer than any method's window of last queries
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a passage that a model has read, in a recall test, with its answer."""
-
     ids: Ids  # token ids of the question, which continue the passage
     answer: Ids  # token ids of the answer
     digits: int  # number of tokens of the fact itself, which are at the end of `answer`
@@ -34,8 +32,6 @@ class Passage:
 
 @dataclass(frozen=True)
 class Answer:
-    """Evaluation figures of a model's answer to one question about a passage."""
-
     # Whether greedy decoding gives the answer: every token is the most likely one after the tokens before it
     exact: bool
     digits: float  # share of the fact's tokens that are most likely, each after the true tokens before it

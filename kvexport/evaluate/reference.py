@@ -100,11 +100,9 @@ class References:
         self._folder, self._vocabulary = folder, vocabulary
 
     def path(self, key: str) -> Path:
-        """Return the path of the file of full-cache predictions for the digest `key`."""
         return self._folder / f"full-{key[:32]}.logs"
 
     def open(self, key: str, counts: Sequence[int]) -> Reference | None:
-        """Open the file of full-cache predictions for the digest `key`."""
         path = self.path(key)
         note = path.with_suffix(".json")
         if not note.exists():

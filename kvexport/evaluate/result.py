@@ -18,8 +18,6 @@ KL, ACCURACY = "kl", "accuracy"
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `kvexport eval`, an evaluation of compressed KV caches."""
-
     # Labels such as "keepkv:threshold=0.7"; () for streaming, h2o and the recipe's own method
     methods: tuple[str, ...] = ()
     budgets: tuple[float, ...] = (0.125, 0.25, 0.5)  # shares of `length`, or numbers of slots
@@ -51,8 +49,6 @@ class Cell:
 
 @dataclass(frozen=True)
 class Score:
-    """The figures of one compression setting on one evaluation task."""
-
     task: str
     # Share of samples whose whole answer is right (for a suite, the suite's score from 0 to 1); None for text
     accuracy: Estimate | None = None
@@ -97,8 +93,6 @@ class Difference:
 
 @dataclass
 class Evaluation:
-    """The results of an evaluation: those of the full KV cache, and of every compression method at every budget."""
-
     recipe: str
     length: int
     seed: int

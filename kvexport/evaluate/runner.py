@@ -62,7 +62,6 @@ def evaluate(
     progress: Show = silent,
     tell: Tell = lambda _: None,
 ) -> Evaluation:
-    """Build and measure every compression setting (method and budget) of a recipe."""
     with ExitStack() as stack:
         folder = work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvexport-eval-")))
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +71,6 @@ def evaluate(
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Hold the lock of an evaluation's folder, and delete what a killed evaluation was writing there."""
     with (folder / ".lock").open("w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,8 +84,6 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 class Run:
-    """An evaluation in progress: the data that all compression settings share."""
-
     def __init__(
         self,
         recipe: str,
@@ -240,7 +236,6 @@ class Run:
         return result
 
     def _place(self, setting: Setting) -> tuple[Path, str]:
-        """Return the path of a setting's result file, and the digest of everything that the result depends on."""
         folder = self.folder / "results"
         folder.mkdir(exist_ok=True)
         key = json_digest([self._identity(setting.recipe), setting.label, setting.budget, self._conditions])
@@ -252,11 +247,9 @@ class Run:
         return [__version__, CONTRACT_VERSION, self._fingerprint, fields]
 
     def _of_samples(self, *tasks: str) -> dict[str, Any]:
-        """Return the token ids and evaluated positions of the samples of tasks, for digests."""
         return {task: [[s.ids, s.prompt, s.counted] for s in self.samples[task]] for task in tasks}
 
     def _report(self, result: Result, rest: Sequence[Setting]) -> None:
-        """Print the evaluation result of one method at one budget, and how long the settings in `rest` will take."""
         left = [setting for setting in rest if not self._place(setting)[0].exists()]
         text = line(result)
         if (left or self._long) and self._seconds:
@@ -323,7 +316,6 @@ class Run:
 
 
 def _against(label: str | None, labels: Sequence[str], own: str) -> str:
-    """Return the method (with its overrides) that all other methods are compared with in paired differences."""
     if label is not None and label not in labels:
         raise UsageError(f"{label!r} is not among the compared labels", f"--against {labels[-1] if labels else FULL}")
     return label or (own if own in labels or not labels else labels[-1])

@@ -20,8 +20,6 @@ FULL = "full"
 
 @dataclass(frozen=True)
 class Setting:
-    """A compression method with its parameters at one cache budget."""
-
     label: str  # method as the user wrote it, such as "keepkv:threshold=0.7"
     budget: float  # budget as the user wrote it: a share of the run's length, or slots
     slots: int  # mean number of slots of a layer that fit into the budget's bytes
@@ -62,7 +60,6 @@ def overrides_of(label: str) -> list[str]:
 
 
 def load_setting(recipe: str, label: str, slots: int | None, common: Sequence[str]) -> Recipe:
-    """Load a recipe with a compression method, its budget and the settings that all compared methods share."""
     budget = [] if slots is None else [f"cache.budget={slots}"]
     return load_recipe(recipe, [*common, *overrides_of(label), *budget]).recipe
 

@@ -82,7 +82,6 @@ def _classes(prediction: str, truths: Sequence[str], classes: Sequence[str]) -> 
 
 
 def _number(prediction: str, truths: Sequence[str], _: Sequence[str]) -> float:
-    """Score a counting answer: the share of the numbers in the prediction that equal the true number."""
     numbers = re.findall(r"\d+", prediction)
     expected = {n for truth in truths for n in re.findall(r"\d+", truth)[:1]}
     return sum(n in expected for n in numbers) / len(numbers) if numbers else 0.0

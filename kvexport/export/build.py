@@ -104,7 +104,6 @@ def build(
     divergence: Divergence | None = None,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> Path:
-    """Build the artifact of `recipe` in the directory `out`, and replace an older artifact there as the last step."""
     backend = backends.get(recipe.backend.name)
     prepare = None if graphs_only else backend.preparation(recipe)
     with staging(out) as folder, _collector_paused():

@@ -116,7 +116,6 @@ def trace_and_write(
 
 
 def write_graphs(traced: Traced, shape: ModelShape, specs: list[Spec], recipe: Recipe, folder: Path) -> Graphs:
-    """Finish the ONNX graphs of an artifact, check them, write them into `folder`, and return their file names."""
     # On GPUs the products of adapters are nodes of their own.
     on_gpu = backends.get(recipe.backend.name).needs_gpu(recipe)
     passes = [one for one in DECODER_PASSES if not (on_gpu and one is ADAPTERS)]

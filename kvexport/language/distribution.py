@@ -32,7 +32,6 @@ class Logprobs(NamedTuple):
 
 
 def logprobs_of(logits: Floats, token: int, count: int) -> Logprobs:
-    """Return the log probabilities, log(softmax(logits)), of a token and of the `count` likeliest tokens."""
     check_maximum(logits, 0)
     largest = float(logits.max())
     log_sum = largest + math.log(float(np.exp(logits - np.float32(largest)).sum(dtype=np.float64)))
@@ -149,7 +148,6 @@ def draw(probabilities: npt.NDArray[np.float64], uniform: float) -> int:
 
 
 def check_maximum(scores: Floats, step: int, where: str = "") -> None:
-    """Check that the largest score (processed logit) of a row is finite."""
     # argmax stops at the first NaN, so the maximum alone tells NaN, +inf and "all -inf" apart from a usable row.
     best = int(scores.argmax())
     value = float(scores[best])

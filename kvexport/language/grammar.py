@@ -217,7 +217,6 @@ class Grammars:
         return matcher
 
     def _wrap(self, eos: tuple[int, ...]) -> llguidance.LLTokenizer:
-        """Return the tokenizer as an llguidance tokenizer, with the tokens that end a sequence."""
         with self._wrapping:
             if eos not in self._wrapped and self.tokenizer is not None:
                 self._wrapped.clear()  # one entry is enough, because requests seldom have eos tokens of their own

@@ -32,8 +32,6 @@ def shown_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 class ChannelReader:
-    """A streaming parser that splits an answer in channels into reasoning, tool calls and text."""
-
     def __init__(self, names: Collection[str], final: bool = False) -> None:
         self._names = frozenset(names)
         self._waiting, self._header = "", ""

@@ -21,9 +21,7 @@ _TAIL = 8  # tokens at the end of a prompt that may hold the opening marker
 
 
 class Reader(Protocol):
-    def read(self, text: str, last: bool) -> list[Piece]:
-        """Parse more text of an answer, and return the pieces (text, reasoning, tool calls) that are now final."""
-        ...
+    def read(self, text: str, last: bool) -> list[Piece]: ...
 
 
 def thinks(template: ChatTemplate | None) -> bool:
@@ -69,7 +67,6 @@ class ReasoningReader:
         self._begun = False  # whether some reasoning was shown
 
     def read(self, text: str, last: bool) -> list[Piece]:
-        """Parse more text of an answer, and return the pieces (text, reasoning, tool calls) that are now final."""
         self._waiting += text
         pieces: list[Piece] = []
         if self._at == "start":

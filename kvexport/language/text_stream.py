@@ -98,7 +98,6 @@ class TextStream:
         )
 
     def push(self, token_id: int) -> str:
-        """Append the next token to the text, and return the new text that no later token can change (often "")."""
         if self._flushed:
             raise KvexportError("a token came after the end of its text", "begin a new TextStream for a new sequence")
         if token_id in self._shown and not self.stopped:
@@ -152,7 +151,6 @@ class TextStream:
         return out
 
     def _decode_new(self) -> str:
-        """Return the new text of the waiting tokens that no later token can change."""
         text = self._text(self._context, self._waiting)
         final = text.rstrip(_REPLACEMENT)
         out = final[self._decoded :]
@@ -180,7 +178,6 @@ class TextStream:
         return ""
 
     def _emit(self, text: str) -> str:
-        """Append final text to the sequence's text, and return the part of it that cannot belong to a stop string."""
         if not text:
             return ""
         text = self._kept_back + text

@@ -30,7 +30,6 @@ class Tokenizer:
     """
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
-        """Wrap a loaded tokenizer and switch its truncation and padding off."""
         inner.no_truncation()
         inner.no_padding()
         self._inner = inner

@@ -22,8 +22,6 @@ _BETWEEN = _SPACE + "[],;"  # the characters that may stand around the objects o
 
 
 class Piece(NamedTuple):
-    """A piece of a streamed answer: text, reasoning, the start of a tool call, or some of its arguments."""
-
     # "text" and "reasoning" bring more text; "call" begins a call of the tool `name`; "arguments" brings more of the
     # JSON of its arguments
     kind: Literal["text", "call", "arguments", "reasoning"]
@@ -53,7 +51,6 @@ class CallReader:
         self._closed = False  # whether a closing marker has come since, so that an opening one has to come first
 
     def read(self, text: str, last: bool) -> list[Piece]:
-        """Parse more text of an answer, and return the pieces (text and tool calls) that are now final."""
         pieces: list[Piece] = []
         self._waiting += text
         while self._waiting:
@@ -166,7 +163,6 @@ class CallParser:
         self._arguments: list[str] = []
 
     def take(self) -> str:
-        """Return the JSON text of the tool call's arguments that was read since the last `take`."""
         text = "".join(self._arguments)
         self._arguments.clear()
         return text
@@ -197,7 +193,6 @@ class CallParser:
                 self._take_string(whole)
 
     def _take_string(self, literal: str) -> None:
-        """Process a complete string of the tool call's JSON object: a key, or the value of a key."""
         try:
             value = json.loads(literal, strict=False)
         except ValueError:
@@ -272,8 +267,6 @@ class NamedParser(CallParser):
 
 
 class TaggedParser(CallParser):
-    """A streaming parser of a tool call that is a name and, behind it, a pair of tags for each argument."""
-
     def __init__(self, head: str, argument: str, end: str, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__(())
         self._patterns, self._schemas = (head, argument, end), schemas

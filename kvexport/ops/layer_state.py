@@ -54,7 +54,6 @@ def join_state(views: Sequence[Sequence[Tensor]], tensors: Sequence[StateTensor]
 
 
 def _axis(tensor: StateTensor) -> int:
-    """Return the dimension along which the parts of KV heads are joined."""
     return tensor.dims.index("H") if tensor.slot_axis is None else tensor.slot_axis
 
 
@@ -244,8 +243,6 @@ def merge_cache_functions(
 
 
 class _Body:
-    """The nodes of a function that calls the function of equal KV heads for all heads together, or for each."""
-
     def __init__(
         self,
         tensors: Sequence[StateTensor],
@@ -304,7 +301,6 @@ class _Body:
         return names
 
     def join(self, calls: Sequence[Mapping[str, str]], prefix: str) -> None:
-        """Add the nodes that compute the operator's state outputs from those of the calls."""
         for x in self.tensors:
             name, axis = f"present_{x.name}", _axis(x)
             parts = [own[name] for own in calls]

@@ -70,7 +70,6 @@ def least_slots(recipe: Recipe) -> float:
 
 
 def _left_by_whole_layers(recipe: Recipe, layer_numbers: Sequence[int]) -> int:
-    """Return the total slots that layers which evict nothing leave for the caches of all other layers."""
     whole, length, layers = recipe.cache.allocation.whole, recipe.limits.max_length, layer_numbers[-1] + 1
     if whole and whole[-1] >= layers:
         raise UsageError(

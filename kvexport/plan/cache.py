@@ -86,7 +86,6 @@ class LayerCache:
 
     @property
     def value_prefix(self) -> int:
-        """The attribute `value_prefix` of the layer's operators: the size of values that keys contain, otherwise 0."""
         return self.value_size if self.value_in_key else 0
 
     @property
@@ -148,8 +147,6 @@ class LayerStates:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """The plan of a model's KV caches in the order of its layers, and of its recurrent states."""
-
     caches: tuple[LayerCache, ...]  # one cache for each layer that attends
     # Numbers of the model's layers that have caches of their own; empty if every layer has one
     attention_layers: tuple[int, ...] = ()

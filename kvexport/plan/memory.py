@@ -29,8 +29,6 @@ CUDA_BYTES = 600 << 20
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """An upper estimate of the memory that `kvexport serve` needs, in bytes."""
-
     weights: int  # size of the weights on disk
     state: int  # KV caches of all lanes
     prefixes: int = KEPT_BYTES  # limit for saved states of prompt prefixes
@@ -89,7 +87,6 @@ class MemoryPlan:
 
     @property
     def sequence_bytes(self) -> int:
-        """The bytes of the KV caches of one sequence, with the selected cache of periodic decoding."""
         return state_bytes(self.recipe, self.cache)
 
     @property
@@ -118,7 +115,6 @@ class MemoryPlan:
 
     @property
     def batch_bytes(self) -> int:
-        """The bytes of the KV caches of `limits.max_batch` sequences."""
         return state_bytes(self.recipe, self.cache, self.recipe.limits.max_batch)
 
     @property

@@ -21,7 +21,6 @@ def plan_cache(
     states: tuple[LayerStates, ...] = (),
     readers: Mapping[int, int] | None = None,
 ) -> CachePlan:
-    """Return the KV cache plan of a recipe for a model: the budget, capacity and shapes of every cache."""
     method = recipe.cache.build_method()
     if recipe.cache.positions == "cache" and recipe.cache.allocation.whole:
         raise UsageError(
@@ -97,7 +96,6 @@ def _reads_values_from_keys(recipe: Recipe, method: Method) -> bool:
 
 
 def _recent(recipe: Recipe, budget: int) -> int:
-    """Return the size of the recent window (`cache.recent`) in slots, for a cache of `budget` slots."""
     recent = recipe.cache.recent
     return int(recent * budget) if isinstance(recent, float) else recent
 
@@ -157,7 +155,6 @@ def cache_notes(recipe: Recipe, plan: CachePlan) -> list[str]:
 
 
 def state_bytes(recipe: Recipe, plan: CachePlan, sequences: int = 1) -> int:
-    """Return the bytes of the KV caches of `sequences` sequences: those of `plan` and those of `selected_plan`."""
     selected = selected_plan(recipe, plan)
     return plan.bytes(sequences) + (selected.bytes(sequences) if selected is not None else 0)
 
@@ -176,7 +173,6 @@ def _require_not_periodic(recipe: Recipe, why: str) -> None:
 
 
 def _require_states_kept(recipe: Recipe, states: Sequence[LayerStates]) -> None:
-    """Raise UsageError for settings that would have to remove tokens from a recurrent state."""
     why = f"layer {states[0].layer} has a recurrent state"
     if recipe.speculate.draft is not None:
         raise UsageError(
@@ -192,7 +188,6 @@ def _require_states_kept(recipe: Recipe, states: Sequence[LayerStates]) -> None:
 
 
 def _require_caches_read(recipe: Recipe, readers: Mapping[int, int]) -> None:
-    """Raise UsageError for settings under which no layer can read another layer's cache."""
     layer, source = next(iter(readers.items()))
     why = f"layer {layer} reads the cache of layer {source}"
     if head_shares(recipe):

@@ -79,7 +79,6 @@ def figure(drawing: Plot | HeatMap) -> str:
 
 
 def _plot(plot: Plot, axes: Axes) -> str:
-    """Draw a plot, and return how many points were left out, and why."""
     handles, names, left_out = [], [], 0
     if plot.x_log:
         whole = all(math.frexp(x)[0] == 0.5 for series in plot.series for x in series.x if x)

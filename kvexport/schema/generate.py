@@ -35,7 +35,6 @@ WRITTEN = """// Written by `python -m kvexport.schema.generate` from kvexport/sc
 
 
 def header() -> str:
-    """Return the text of plugins/abi/kvexport.h: the C structs of the operators' calls."""
     lines = [
         "// The operators of docs/reference/contract.md as plain structs: one struct for a call of each operator,",
         "// with its attributes and the addresses of its tensors. The kernels of the CPU (../cpu/kvexport_cpu.h)",
@@ -232,7 +231,6 @@ FILES: dict[str, Callable[[str], str]] = {
 
 
 def main(arguments: list[str], root: Path = ROOT) -> int:
-    """Write the files that are derived from the schema, or with ``--check`` report those that are not current."""
     stale = 0
     for name, write in FILES.items():
         path = root / name

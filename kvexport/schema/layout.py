@@ -30,7 +30,6 @@ def _heads_list(name: str, meaning: str) -> Field:
 
 
 def enumerations() -> dict[str, tuple[str, ...]]:
-    """Return every C enumeration of the kernels' ABI: its prefix, and its words in the order of their numbers."""
     words = {a.name: a.words for a in (*POLICY, *FIT) if a.kind == "word"}
     return {"statistic": STATISTIC_KINDS, **words}
 

@@ -16,8 +16,6 @@ Role = Literal["query", "cache", "float32", "float16", "int32", "int64"]
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that an ONNX node reads or writes."""
-
     name: str
     dims: tuple[str | int, ...]  # dimensions, like those of `StateTensor`
     role: Role  # type; ``query`` is the type of the new tokens, and ``cache`` that of the cache

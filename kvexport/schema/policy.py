@@ -165,7 +165,6 @@ class MergePolicy:
         return "share_pairs has no native kernel" if self.share_pairs else ""
 
     def node_attributes(self) -> dict[str, Any]:
-        """Return every field of the policy by name in the form that an ONNX node stores, those of a fit included."""
         return {
             a.name: a.node_value(getattr(source, a.name))
             for source, attributes in ((self, POLICY), (self.fit, FIT))

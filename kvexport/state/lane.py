@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 
 class Counters(NamedTuple):
-    """Token and slot counters of one batch lane (one sequence's KV cache)."""
-
     # Number of slots of each KV head of all layers that were occupied after the last merge. It is an upper bound,
     # because a sliding window may have dropped some since.
     held: tuple[int, ...]

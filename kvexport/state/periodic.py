@@ -256,7 +256,6 @@ class PeriodicState(ModelState):
         self._contents.pop(lane, None)
 
     def _positions(self, lane: int) -> dict[str, NDArray[np.int32]]:
-        """Return the positions of the entries that decode steps read."""
         content, full, positions = self._contents[lane], self._view(lane), {}
         late = np.arange(content.start, content.copied)
         for i, slots in enumerate(content.slots):
@@ -346,7 +345,6 @@ class PeriodicState(ModelState):
         self._length[lane] -= count
 
     def copy(self, source: int, target: int) -> None:
-        """Copy the state of one batch lane over that of another, as `ModelState.copy` describes."""
         self._settle(source)
         self._full.copy(source, target)
         self._selected.state.copy(source, target)
@@ -356,7 +354,6 @@ class PeriodicState(ModelState):
         self._length[target] = self._length[source]
 
     def view(self, lane: int) -> Mapping[str, NDArray[Any]]:
-        """Return views of the full KV cache's tensors of one lane, as `ModelState.view` describes."""
         self._settle(lane)
         return self._tensors(lane)
 

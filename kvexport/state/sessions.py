@@ -299,7 +299,6 @@ class _KnownNames:
 
 @contextlib.contextmanager
 def problems(subject: str) -> Iterator[None]:
-    """Turn an OSError within the `with` block into an EnvironmentProblem whose message names `subject`."""
     try:
         yield
     except OSError as error:

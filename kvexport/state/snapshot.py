@@ -44,8 +44,6 @@ _AGAIN = "make the snapshot again, with this artifact"
 
 @dataclass(frozen=True)
 class Origin:
-    """Digests of the model, the recipe and the contract that a snapshot of a sequence belongs to."""
-
     model: str  # checkpoint and its weights
     # Recipe without the parts that may differ between machines (backend, largest batch, speculation, bounds of
     # adapters)
@@ -54,7 +52,6 @@ class Origin:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Origin:
-        """Return the origin (digests of model, recipe and contract) of the snapshots of an artifact."""
         recipe = manifest.recipe.model_dump(
             mode="json",
             exclude={
@@ -80,7 +77,6 @@ class Origin:
         return cls(*(json_digest(content) for content in ([manifest.model.fingerprint, weights], recipe, contract)))
 
     def check(self, origin: Origin) -> None:
-        """Check that a snapshot comes from the same model, recipe and contract."""
         for field in fields(self):
             digest, expected = getattr(origin, field.name), getattr(self, field.name)
             if digest != expected:
@@ -112,7 +108,6 @@ class Snapshot:
 
     @property
     def saved(self) -> Saved:
-        """The state tensors (KV cache) and counters of the snapshot's lane."""
         return Saved(self.state, self.counters)
 
     @property

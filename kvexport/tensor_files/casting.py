@@ -40,7 +40,6 @@ def require_float(entry: TensorEntry) -> None:
 
 
 def load_tensor(entry: TensorEntry, dtype: Dtype) -> np.ndarray[Any, Any]:
-    """Read a small tensor of a checkpoint as an array of shape `entry.shape`, cast to `dtype`."""
     require_float(entry)
     tensor = np.empty(entry.shape, WANTED[dtype])
     flat, begin = tensor.reshape(-1).view(np.uint8), 0
@@ -51,7 +50,6 @@ def load_tensor(entry: TensorEntry, dtype: Dtype) -> np.ndarray[Any, Any]:
 
 
 def cast_blocks(entry: TensorEntry, dtype: Dtype) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a checkpoint's tensor, cast to the data type `dtype`, a few MiB at a time."""
     lost = at = 0
     for block in read_blocks(entry):
         require_finite(entry, block, at)

@@ -244,7 +244,6 @@ def read_file(file: Path, most: int | None = None) -> bytes:
 
 
 def parse_object(file: Path, data: bytes, unique: bool = False) -> dict[str, Any]:
-    """Parse `data` as a JSON object and return it."""
     where, again = f"the header of {file}" if unique else str(file), f"download {file.name} again"
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique_pairs if unique else None)

@@ -78,7 +78,6 @@ class Difference:
     slot: int  # slot of the cache, or index of the token within the call
 
     def at(self, lane: int, head: int) -> Difference:
-        """Return a copy with another lane and head, for a difference in one head that was cut out of a batch."""
         return replace(self, lane=lane, head=head)
 
 
@@ -87,7 +86,6 @@ def norm(x: Array) -> Array:
 
 
 def worst(tensor: str, difference: Array, allowed: Array | float) -> Difference | None:
-    """Return the element of `difference` that exceeds its tolerance by the largest factor."""
     difference = np.nan_to_num(difference, nan=np.inf)
     allowed = np.broadcast_to(allowed, difference.shape)
     if not (over := difference > allowed).any():

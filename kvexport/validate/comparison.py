@@ -201,7 +201,6 @@ class Comparison:
         hidden: Mapping[int, NDArray[Any]],
         largest: dict[str, float],
     ) -> list[Difference | None]:
-        """Return the differences of one layer from PyTorch: of its KV cache, and of the hidden state at its end."""
         differences = [self._state(i, outputs, present, self.tolerance)]
         if i + 1 in reached:
             begin = hidden[max((b for b in reached if b <= i), default=0)].astype(np.float64)

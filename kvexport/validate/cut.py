@@ -50,13 +50,10 @@ def layer_borders(graph: onnx.GraphProto) -> dict[int, str]:
 
 
 def border_name(layer: int) -> str:
-    """Return the name of the cut decoder's input for the hidden state at the start of a layer."""
     return f"border.{layer}"
 
 
 class CutDecoder:
-    """A session of the ONNX decoder graph that is cut between its layers."""
-
     def __init__(
         self, path: Path, dtype: str, open_session: Callable[[bytes], Any], plan: CachePlan | None = None
     ) -> None:
@@ -71,7 +68,6 @@ class CutDecoder:
     def infer(
         self, feed: Mapping[str, NDArray[Any]], hidden: Mapping[int, NDArray[Any]]
     ) -> tuple[dict[str, NDArray[Any]], dict[int, NDArray[Any]]]:
-        """Run the decoder that is cut between its layers on given hidden states."""
         border_values = {border_name(i): np.ascontiguousarray(hidden[i]) for i in self.borders}
         outputs = dict(zip(self._names, self._session.run(self._names, {**feed, **border_values}), strict=True))
         reached = {i: outputs.pop(name) for i, name in self.borders.items()}

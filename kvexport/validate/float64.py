@@ -63,7 +63,6 @@ def _is_float(x: Any) -> bool:
 
 @contextlib.contextmanager
 def in_float64(roundings: float = 0.0, seed: int = 0) -> Iterator[None]:
-    """Compute every operation of PyTorch in float64 within this context, for inputs of any type."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

@@ -35,8 +35,6 @@ VOTES = STATE_NAMES.index("votes")
 
 
 class _Eager:
-    """PyTorch implementation of attention over given KV-cache tensors."""
-
     def __init__(
         self,
         method: Method,
@@ -153,7 +151,6 @@ class TorchReference:
         return {"logits": logits.float().numpy(), "present_length": (past_length + query_length).numpy(), **present}
 
     def time_decode(self, lanes: int, tokens: int) -> float:
-        """Return the seconds of one PyTorch decoder call with `lanes` * `tokens` tokens and filled KV caches."""
         filled = {
             name: np.zeros(layer.shapes(lanes)[kind], layer.dtypes()[kind])
             for name, _, layer, kind in self.plan.state_names()

@@ -21,8 +21,6 @@ KINDS = {"hidden": "hidden state", "key": "keys", "value": "values", "logits": "
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A difference between the exported model and PyTorch that exceeds its tolerance."""
-
     step: int
     phase: str  # "prefill", "decode" or "merge"
     layer: int | None  # number of the cache; None for logits
@@ -45,8 +43,6 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Quantiles of the relative rounding errors of vectors, measured against float64."""
-
     median: float
     checked: float  # quantile that the validation checks (`level_of`)
     p99: float  # 99th percentile
@@ -95,8 +91,6 @@ class Rounding:
 
 @dataclass
 class ValidationResult:
-    """The result of a validation: all comparisons of an exported model with PyTorch, and the differences."""
-
     artifact: str  # path of the artifact
     recipe: str
     backend: str
@@ -156,7 +150,6 @@ class ValidationResult:
 
     @property
     def passed(self) -> bool:
-        """Whether the exported model agrees with PyTorch in all comparisons."""
         return not self.problems
 
     @property

@@ -117,7 +117,6 @@ def _is_exact(recipe: Recipe, config: Any) -> bool:
 
 
 def _whole_calls(prefill: list[bool]) -> set[int]:
-    """Return the numbers of the decoder calls to compare over the full depth: first, last, some between, by phase."""
     calls: set[int] = set()
     for phase in (True, False):
         of_phase = [i for i, p in enumerate(prefill) if p == phase]

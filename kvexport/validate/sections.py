@@ -15,7 +15,6 @@ RANDOM_NOTE = " (no criterion: every bounded cache is far from the full one on r
 
 
 def sections(result: ValidationResult) -> list[Section]:
-    """Return the validation report's sections: comparison, differences, and distance to the uncompressed model."""
     sections: list[Section] = [KeyValues("Validation", summary(result)), _largest(result)]
     if result.mismatches:
         rows = [

@@ -34,7 +34,6 @@ def used_plan(plan: CachePlan, tokens: int) -> CachePlan:
 
 
 def with_slots(source: CachePlan, target: CachePlan, arrays: Arrays) -> dict[str, NDArray[Any]]:
-    """Return arrays whose state tensors have the slots of a plan: slots are cut off, or empty slots are added."""
     result = dict(arrays)
     for i, (before, after) in enumerate(zip(source.caches, target.caches, strict=True)):
         for tensor in before.state:

@@ -35,8 +35,6 @@ DECODER_INPUTS = ("input_ids", "query_length", "past_length")  # in addition to 
 
 @dataclass(frozen=True)
 class Native:
-    """Status of the library of native operators (kernels) on this machine."""
-
     instruction_set: str  # instruction set that it uses here; "" if the library cannot be used
     problem: str = ""  # why the library cannot be used
     fix: str = ""  # line that fixes it
@@ -137,7 +135,6 @@ class OnnxRuntime(Backend):
         return Runners(decoder, decoder, merge, model.open_decoder)
 
     def operators(self, manifest: Manifest, device: str | None) -> dict[str, str]:
-        """Return for each custom operator whether a native kernel or its ONNX function runs it, and why."""
         return {op: str(how) for op, how in native.implementations(manifest, device).items()}
 
     def node_opener(self, operators: Sequence[str], method: Method) -> NodeOpener | None:

@@ -86,7 +86,6 @@ class SmallTensors:
         return {name: _view(piece, self._offsets[name], shape, dtype) for name, (shape, dtype) in self._tensors.items()}
 
     def place(self, name: str) -> Place:
-        """Return the device, element type, shape and address of a small tensor, for ONNX Runtime's binding."""
         array = self.arrays[name]
         if self._device_piece is None:
             return place(array)

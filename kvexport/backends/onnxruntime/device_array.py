@@ -68,12 +68,10 @@ def write(array: Array, values: ArrayLike) -> None:
 
 
 def read(array: Array) -> NDArray[Any]:
-    """Return the contents of a tensor in host or GPU memory as an array in host memory."""
     return array.read() if isinstance(array, DeviceArray) else array
 
 
 def copy(source: Array, target: Array, source_lanes: slice = ALL, target_lanes: slice = ALL) -> None:
-    """Copy batch lanes of one tensor to lanes of another. Both tensors are in host memory, or both are on the GPU."""
     if not (isinstance(source, DeviceArray) and isinstance(target, DeviceArray)):
         write(target[target_lanes], read(source)[source_lanes])  # type: ignore[index]
         return
@@ -97,12 +95,10 @@ def _copy_on_cuda(source: int, target: int, count: int) -> None:
 
 
 def lanes_of(array: Array, lanes: slice, session: Any) -> Array:
-    """Return a tensor over some batch lanes of `array`, in the same host or GPU memory."""
     return array.lanes(lanes, session) if isinstance(array, DeviceArray) else array[lanes]
 
 
 def place(array: Array, lanes: slice = ALL) -> Place:
-    """Return the device, element type, shape and address of some lanes of a tensor, for ONNX Runtime's binding."""
     if isinstance(array, DeviceArray):
         return array.place(lanes)
     view = array[lanes]

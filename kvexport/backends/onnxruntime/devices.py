@@ -32,7 +32,6 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def require_device(device: str) -> None:
-    """Check that ONNX Runtime can run graphs on `device` ("cpu" or "cuda")."""
     reasons = problems(device)
     if reasons:
         problem = f"nothing can run on {device} here: {'; '.join(text for text, _ in reasons)}"
@@ -195,7 +194,6 @@ def gpu_count() -> int:
 
 
 def gpu_memory() -> tuple[int, int]:
-    """Return the bytes of the first GPU's memory that are free, and of all of it."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     use_first_gpu()
     drive("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))

@@ -137,7 +137,6 @@ class OnnxRuntimeState(ModelState):
         return self._enqueue(first, count, 1 - turn)
 
     def _enqueue(self, first: int, count: int, turn: int) -> Pending:
-        """Enqueue a call of the decoder and the search for the largest logits, and return a function for the rows."""
         call = self._decoder(first, count, 1, turn)
         logits = call.logits
         assert isinstance(logits, DeviceArray)
@@ -245,7 +244,6 @@ class OnnxRuntimeState(ModelState):
         return {name: array[lane] for name, array in self.state.items()}
 
     def get_state(self) -> dict[str, NDArray[Any]]:
-        """Return copies of all state tensors (KV caches of all lanes) by graph input name."""
         self._settle()
         return {name: np.array(read(array)) for name, array in self.state.items()}
 

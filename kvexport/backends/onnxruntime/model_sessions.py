@@ -148,6 +148,5 @@ class Sessions:
         self._opened[name] = self._open[name](graphs=False)
 
     def _report(self, why: str) -> None:
-        """Add a reason to `graph_problem`, and warn the user of it."""
         self.graph_problem += f"{'; ' if self.graph_problem else ''}{why}"
         log.warning("runs without CUDA graphs, which takes longer: %s", why)

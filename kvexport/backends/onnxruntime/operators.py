@@ -47,7 +47,6 @@ def library(device: str = "cpu") -> Path | None:
 
 
 def why_no_library(device: str = "cpu") -> tuple[str, str]:
-    """Return why there is no native operator library to register, and the command or setting that provides it."""
     subject = f"the native operators{' for CUDA' if device == 'cuda' else ''}"
     return libraries.why_none(VARIABLE, subject, how_to_build(device))
 
@@ -192,7 +191,6 @@ def _ask(path: Path, question: str) -> str:
 
 
 def open_node(model: bytes, threads: int) -> Any:
-    """Return a session of ONNX Runtime's CPU provider for an ONNX model whose nodes are native operators."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

@@ -124,7 +124,6 @@ def _with_float_input(model: bytes) -> bytes | None:
 
 
 def _fits(shape: Sequence[int | str], expected: Sequence[int]) -> bool:
-    """Return whether a graph input takes tensors of the shape `expected`, for any batch size."""
     sizes = zip(shape[1:], expected[1:], strict=False)
     return len(shape) == len(expected) and all(isinstance(x, str) or x == size for x, size in sizes)
 

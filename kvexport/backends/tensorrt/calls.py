@@ -77,7 +77,6 @@ class Phase:
         weakref.finalize(self, self.cuda.api.cudaEventDestroy, self._event).atexit = False
 
     def mark(self) -> Pending:
-        """Return a function that waits for the present call, but not for later ones, and returns its logits."""
         self.cuda.record(self._event, self.stream)
 
         def rows() -> Rows:

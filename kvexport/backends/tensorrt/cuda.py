@@ -83,11 +83,9 @@ class Cuda:
         self.call("cudaEventSynchronize", event)
 
     def copy(self, target: int, source: int, count: int, stream: Any) -> None:
-        """Enqueue a copy of `count` bytes between addresses of the host or the device on a CUDA stream."""
         self.call("cudaMemcpyAsync", target, source, count, self.api.cudaMemcpyKind.cudaMemcpyDefault, stream)
 
     def clear(self, target: int, count: int, stream: Any) -> None:
-        """Enqueue on a CUDA stream that `count` bytes from the address `target` on become zero."""
         self.call("cudaMemsetAsync", target, 0, count, stream)
 
     def capture(self, enqueue: Callable[[], None], stream: Any) -> Any:
@@ -141,7 +139,6 @@ class Arena:
     """Named tensors in one GPU allocation, each at a multiple of 256 bytes, with an optional pinned host copy."""
 
     def __init__(self, cuda: Cuda, tensors: Mapping[str, tuple[tuple[int, ...], Any]], *, pinned: bool = False) -> None:
-        """Allocate the GPU memory of all named tensors at once."""
         self._cuda = cuda
         self._layout: dict[str, tuple[int, tuple[int, ...], np.dtype[Any]]] = {}
         self.nbytes = 0
@@ -178,7 +175,6 @@ class Arena:
         self._cuda.copy(self.device + start, self.host.ctypes.data + start, self.nbytes - start, stream)
 
     def download(self, stream: Any) -> None:
-        """Enqueue a transfer of all tensors from the GPU to their host copy."""
         assert self.host is not None
         self._cuda.copy(self.host.ctypes.data, self.device, self.nbytes, stream)
 

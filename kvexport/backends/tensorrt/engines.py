@@ -83,7 +83,6 @@ class EngineBuilder:
         self._refusal: Callable[[Any], str | None] = self._find_plugin()
 
     def _find_plugin(self) -> Callable[[Any], str | None]:
-        """Return the function that returns why TensorRT's plugin cannot run an ONNX node."""
         if self.options.plugin == "never":
             return plugin_refusal("switched off by backend.tensorrt.plugin")
         if library() is None and self.options.plugin == "auto":

@@ -207,7 +207,6 @@ class TensorRTState(ModelState):
         """Return None: there are no views of a lane's state in host memory, because the state is on the GPU."""
 
     def get_state(self) -> dict[str, NDArray[Any]]:
-        """Return copies of all state tensors (KV caches of all lanes) by graph input name."""
         arrays = {name: np.empty(shape, dtype) for name, (shape, dtype) in self._tensors.items()}
         for name, array in arrays.items():
             self.cuda.copy(array.ctypes.data, self.state.pointer(name), array.nbytes, self.stream)

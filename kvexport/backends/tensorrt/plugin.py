@@ -106,7 +106,6 @@ def refusal(trt: Any, node: Any) -> str | None:
 
 
 def _field(trt: Any, attribute: Any) -> Any:
-    """Return an ONNX attribute as the plugin field that TensorRT's parser would pass: float32, int32 or text."""
     import numpy as np
     from onnx import AttributeProto
 

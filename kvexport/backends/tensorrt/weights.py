@@ -106,7 +106,6 @@ def with_typed_weights(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _type_of(value: str, producers: Mapping[str, onnx.NodeProto], types: Mapping[str, int]) -> int:
-    """Return the element type of a value of the ONNX graph, found by following the nodes that compute it."""
     while value not in types:
         node = producers[value]
         if node.op_type == "Cast":

@@ -29,7 +29,6 @@ _WEIGHT = re.compile(rf"model\.(?P<module>{_MODULE.pattern})\.weight")
 
 
 def put_adapters(graph: ir.Graph, targets: Sequence[str] | None) -> dict[str, tuple[int, int]]:
-    """Add the products with adapters to a decoder's graph, and their matrices to its inputs."""
     rows = known_shape(graph.inputs[0])  # [batch, tokens]
     products = {module: node for node in graph for module in [_projection(node, rows)] if module}
     names = {module.rpartition(".")[2] for module in products}

@@ -46,7 +46,6 @@ def finish_experts(
 
 
 def experts_form_of(node: ir.Node) -> ExpertsForm:
-    """Return the form of an Experts node in a trace: the computation between its two matrix products."""
     return ExpertsForm(**{name: node.attributes[name].value for name in vars(ExpertsForm()) if name in node.attributes})
 
 

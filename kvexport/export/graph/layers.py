@@ -75,7 +75,6 @@ def wrapped(modules: Mapping[int, nn.Module], call: Callable[..., Any]) -> Itera
 
 @contextlib.contextmanager
 def left_out(model: nn.Module, layers: Layers, numbers: Iterable[int]) -> Iterator[None]:
-    """Replace the decoder layers with these numbers, within a context, by layers that return their input unchanged."""
     modules: Any = model.get_submodule(layers.name)
     for i in numbers:
         modules[i] = _PassesOn(layers.modules[i])
@@ -114,8 +113,6 @@ def layer_list(model: Any) -> tuple[str, tuple[nn.Module, ...]]:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A recorder of the PyTorch operations that each decoder layer runs."""
-
     def __init__(self, model: Any, name: str, count: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = count
@@ -138,7 +135,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             seen.add(id(parameter))
 
     def layer(self, i: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of decoder layer i, and record the PyTorch operations that it runs."""
         hidden = args[0] if args else None
         threaded = isinstance(hidden, Tensor) and (hidden is self._hidden or i == 0)
         self.regular &= threaded and self._layer is None and i == len(self.records)

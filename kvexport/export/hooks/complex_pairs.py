@@ -53,7 +53,6 @@ FUNCTIONS = {"polar": _polar, "view_as_complex": Pairs, "view_as_real": _view_as
 
 @contextlib.contextmanager
 def complex_as_pairs() -> Iterator[None]:
-    """Make PyTorch's functions that create complex numbers create `Pairs` within this context."""
     own = {name: getattr(torch, name) for name in FUNCTIONS}
     try:
         for name, function in FUNCTIONS.items():

@@ -51,7 +51,6 @@ def expansion_weights(model: nn.Module) -> set[str]:
 
 
 def check_expansions(model: Any) -> None:
-    """Compare the expansion of a model, on a few random numbers, with the one that this module assumes."""
     for name, module in model.named_modules():
         if not is_latent(module):
             continue

@@ -150,7 +150,6 @@ def _name(kind: str, number: int) -> str:
 
 @contextlib.contextmanager
 def recurring(model: nn.Module, cache: RecurrentCache) -> Iterator[None]:
-    """Make the linear attention of `model` read and write the states of `cache` within this context."""
     modules = {sys.modules[type(module).__module__] for module in model.modules()}
     own = [(module, name, vars(module)[name]) for module in modules for name in FUNCTIONS if name in vars(module)]
     try:

@@ -66,7 +66,6 @@ class Assembled:
         return math.prod(self.full_shape) // max(columns, 1), columns
 
     def blocks(self) -> Iterator[dict[str, Array]]:
-        """Yield the rows of the assembled parameter in float32, an expert at a time."""
         for expert in range(self.experts) if self.experts else (None,):
             named = {pattern: self._read(tensors, expert) for pattern, tensors in self.inputs}
             value = self._convert(named)
@@ -146,7 +145,6 @@ def assembled_parameters(
 def _collected(
     model: Any, tensors: Mapping[str, Stored], parameters: Mapping[str, Any]
 ) -> dict[str, tuple[Any, dict[str, list[str]]]]:
-    """Return {parameter: (conversion rule, {source pattern: tensors in order})}, grouped as in transformers."""
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]

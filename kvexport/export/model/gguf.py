@@ -99,7 +99,6 @@ class _Described(NamedTuple):
 
 
 def _placed(cursor: _Cursor, described: list[_Described], start: int, alignment: int) -> dict[str, TensorEntry]:
-    """Return the tensors of a GGUF file with their byte offsets, in the order of the offsets."""
     tensors: dict[str, TensorEntry] = {}
     real, end = cursor.file.resolve(), start
     for name, shape, kind, offset in sorted(described, key=lambda item: item.offset):

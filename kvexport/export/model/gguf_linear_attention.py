@@ -105,8 +105,6 @@ class Rearranged:
 
 @dataclass(frozen=True)
 class Ordered:
-    """A small float tensor whose first dimension has another order."""
-
     name: str  # parameter
     entry: TensorEntry  # tensor of the file
     full_shape: tuple[int, ...]  # shape of the parameter

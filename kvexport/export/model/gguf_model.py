@@ -152,7 +152,6 @@ def cached_texts(gguf: Gguf) -> Path:
 
 
 def write_texts(gguf: Gguf, folder: Path) -> None:
-    """Write a GGUF file's metadata as files of a checkpoint, config.json last."""
     meta = gguf.metadata
     try:
         write_tokenizer(gguf, folder, meta[f"{_architecture(gguf)[0]}.context_length"])

@@ -21,8 +21,6 @@ GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
 @dataclass(frozen=True)
 class SmallTensor:
-    """A float tensor: small tensors of a file, joined along the last dimension, plus a number."""
-
     name: str  # parameter
     parts: tuple[TensorEntry, ...]  # tensors, which have the same shape up to the last dimension
     plus: float = 0.0  # number that is added to every value

@@ -25,8 +25,6 @@ from kvexport.recipe.fields import Recipe
 
 
 class LayerwiseDecoder:
-    """The float32 model of a checkpoint, for passes over one text at a time."""
-
     def __init__(self, checkpoint: Checkpoint, recipe: Recipe) -> None:
         with quiet_exporter():
             self._model = float_model(checkpoint, recipe, IMPLEMENTATION)

@@ -62,7 +62,6 @@ def why_floats(matrices: Sequence[Any]) -> str:
 
 
 def require_experts(named: Mapping[str, Sequence[str]], experts: int, parameter: str) -> None:
-    """Check that a checkpoint has a tensor for each of a layer's experts, whose number is in config.json."""
     numbered: dict[str, dict[int, str]] = {}
     for pattern, names in named.items():
         if "*" not in pattern:

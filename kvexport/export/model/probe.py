@@ -190,8 +190,6 @@ def _require_same_attention(name: str, geometry: LayerGeometry, source: int, own
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A recorder of the tensors that PyTorch operations read, by the tensors' ids."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ids: set[int] = set()

@@ -51,8 +51,6 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files were checked and whose headers were read."""
-
     path: Path  # folder of config and tokenizer, and of the weights unless these are in a GGUF file
     config: dict[str, Any]  # content of config.json
     tensors: dict[str, TensorEntry]

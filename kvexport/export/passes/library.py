@@ -67,7 +67,6 @@ def put_products(model: ir.Model) -> list[onnx.FunctionProto]:
 
 
 def inlined(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a model whose Linear and Experts nodes are replaced by the nodes of their functions."""
     result = inliner.inline_selected_functions(model, [(DOMAIN, op_type) for op_type in (*OP_TYPES, EXPERTS)])
     if MICROSOFT not in {opset.domain for opset in result.opset_import}:
         result.opset_import.append(onnx.helper.make_opsetid(MICROSOFT, 1))
@@ -125,7 +124,6 @@ def _weight(
 
 
 def retype(value: ir.Value, shape: Sequence[int]) -> None:
-    """Declare the bytes of a packed initializer as uint8 of this shape."""
     if dims(value) == tuple(shape) and value.dtype == ir.DataType.UINT8:
         return
     value.shape, value.type = ir.Shape(shape), ir.TensorType(ir.DataType.UINT8)
@@ -141,8 +139,6 @@ def retype(value: ir.Value, shape: Sequence[int]) -> None:
 
 
 def library_function(form: Form, weights: Sequence[Weight], dtype: ir.DataType, rank: int) -> onnx.FunctionProto:
-    """Return the function of a Linear node whose products are operators of ONNX Runtime."""
-
     def multiply(_: Form, weight: str, i: int, rows: str, result: str) -> list[str]:
         return _product(weights[i], weight, {x: f"{weight}_{x}" for x in weights[i].parts}, rows, result, dtype, rank)
 

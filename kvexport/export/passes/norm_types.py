@@ -17,7 +17,6 @@ from kvexport.export.passes.report import Rewrite
 
 
 def pattern(node: ir.Node) -> list[ir.Node]:
-    """Return the matches at an RMSNormalization node whose rows and scale have different data types."""
     if not is_op(node, "RMSNormalization"):
         return []
     rows, scale = _inputs(node)
@@ -36,7 +35,6 @@ def check(norm: ir.Node) -> str:
 
 
 def rewrite(norm: ir.Node) -> None:
-    """Insert a Cast to float32 between an RMSNormalization node and its float16 rows."""
     rows, graph = _inputs(norm)[0], norm.graph
     assert isinstance(graph, ir.Graph)
     cast = ir.node("Cast", [rows], {"to": ir.DataType.FLOAT}, name=f"{norm.name}.rows")

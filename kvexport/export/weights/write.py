@@ -42,8 +42,6 @@ _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOSYS, 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An initializer whose bytes are those of a tensor of the checkpoint, copied or cast."""
-
     name: str  # name in the graph
     entry: TensorEntry
     dtype: Dtype  # dtype that the graph declares
@@ -56,8 +54,6 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Location:
-    """The place of an initializer's bytes, as ONNX external data."""
-
     file: str  # file, relative to the staging folder, with forward slashes
     offset: int  # where the initializer begins in the file, in bytes
     nbytes: int  # initializer's size in bytes

@@ -65,7 +65,6 @@ def check(match: Match) -> str:
 
 
 def rewrite(match: Match) -> None:
-    """Replace a Linear node and the nodes of its adapters by one node with the adapters as inputs."""
     data, *others = match.linear.inputs
     form = replace(form_of(match.linear), adapted=(1,))
     put_linear([match.linear, match.add], [data, match.rows, *others, match.first, match.second], form)

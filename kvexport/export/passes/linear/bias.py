@@ -46,7 +46,6 @@ def check(match: Match) -> str:
 
 
 def rewrite(match: Match) -> None:
-    """Replace a Linear node and the Add of its bias by one Linear node with the bias as an input."""
     form = replace(form_of(match.linear), bias=(1,))
     put_linear([match.linear, match.add], [*match.linear.inputs, match.bias], form)
 

@@ -44,7 +44,6 @@ def linear_of(node: ir.Node, i: int) -> ir.Node | None:
 
 
 def form_of(linear: ir.Node) -> Form:
-    """Return the form of a Linear node, read off its attributes: its products and the steps around them."""
     values: dict[str, Any] = {}
     for name in vars(Form()):
         if name in linear.attributes:  # those of packed weights are there only where one is

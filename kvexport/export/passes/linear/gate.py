@@ -44,7 +44,6 @@ class Match(NamedTuple):
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """Return the matches at a Mul of the output of one Linear node and an activation of the output of another."""
     matches = []
     for linear, other in operands(node, "Mul"):
         activation = other.producer()
@@ -84,7 +83,6 @@ def check(match: Match) -> str:
 
 
 def rewrite(match: Match) -> None:
-    """Replace the two Linear nodes of a gated MLP and the activation between them by one Linear node with a gate."""
     form = join(replace(form_of(match.linear), gate=1), [match.linear, match.gate])
     put_linear(
         [match.linear, match.gate, match.sigmoid, match.silu, match.product],

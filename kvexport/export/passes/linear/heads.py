@@ -70,7 +70,6 @@ def output_rewrite(match: Match) -> None:
 
 
 def input_pattern(node: ir.Node) -> list[Match]:
-    """Return the matches of a Transpose that swaps two dimensions of four, a Reshape and a Linear."""
     reshape = producer(node, 0, "Reshape") if is_linear(node) else None
     transpose = producer(reshape, 0, "Transpose") if reshape is not None else None
     if reshape is None or transpose is None or not permutes(transpose, HEADS_TO_FRONT):

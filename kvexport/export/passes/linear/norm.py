@@ -60,7 +60,6 @@ def check(match: Match) -> str:
 
 
 def rewrite(match: Match) -> None:
-    """Replace an RMSNormalization and the Linear node that reads its output by one Linear node."""
     epsilon = match.norm.attributes.get("epsilon")
     form = replace(
         form_of(match.linear), norm=1, epsilon=float(f"{epsilon.as_float():.6g}") if epsilon is not None else 1e-5

@@ -35,7 +35,6 @@ class Match(NamedTuple):
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """Return the matches at a MatMul node whose second factor is the output of a Transpose."""
     transpose = producer(node, 1, "Transpose") if is_op(node, "MatMul") else None
     if transpose is None:
         return []

@@ -18,8 +18,6 @@ from kvexport.export.passes.report import Rewrite
 
 
 class Match(NamedTuple):
-    """The nodes and the value of a residual: a Linear, the value that is added to its output, and the Add node."""
-
     linear: ir.Node
     residual: ir.Value
     add: ir.Node
@@ -46,7 +44,6 @@ def check(match: Match) -> str:
 
 
 def rewrite(match: Match) -> None:
-    """Replace a Linear node and the addition of a residual by one Linear node with the residual as an input."""
     form = replace(form_of(match.linear), residual=1)
     put_linear([match.linear, match.add], [*match.linear.inputs, match.residual], form)
 

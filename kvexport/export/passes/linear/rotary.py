@@ -55,7 +55,6 @@ def check(match: Match) -> str:
 
 
 def rewrite(match: Match) -> None:
-    """Replace a Linear node and the RotaryEmbedding of its output by one Linear node that rotates."""
     form, inputs, i = form_of(match.linear), list(match.linear.inputs), list(match.linear.outputs).index(match.heads)
     rotated = tuple(int(was or j == i) for j, was in enumerate(form.rotated))
     rest = inputs[:-2] if any(form.rotated) else inputs

@@ -40,7 +40,6 @@ def rewrite(match: Match) -> None:
 
 
 def _is_plain(node: ir.Node) -> bool:
-    """Return whether a Linear node has one product and no steps but a bias and a split of its output into heads."""
     if not is_linear(node):
         return False
     form = steps_of(node)

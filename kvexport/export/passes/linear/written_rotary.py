@@ -66,7 +66,6 @@ def check(match: Match) -> str:
 
 
 def rewrite(match: Match) -> None:
-    """Replace the elementary nodes of a rotary embedding by one RotaryEmbedding node."""
     angles = [_half(_before_heads(table)) for table in match.tables]
     replace(match.nodes, ir.node("RotaryEmbedding", [match.heads, *angles]))
 
@@ -122,7 +121,6 @@ def _before_heads(table: ir.Value | None) -> ir.Value | None:
 
 
 def _has_equal_halves(value: ir.Value | None) -> bool:
-    """Return whether both halves of the last dimension are computed from the same values by the same operators."""
     node = value.producer() if value is not None else None
     if value is None or node is None or node.graph is None:
         return False

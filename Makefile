@@ -125,7 +125,7 @@ smollm2-file: $(PACKAGES)
 # While packages install, the native operators compile, for the best instruction set of this machine alone. Where no
 # compiler is, the demo runs without them, slower, and says so.
 demo: $(ENGINES) native-here smollm2-file
-	$(BIN)/python -m kvexport.commands.demo --out $(DEMO)
+	$(BIN)/python -m tools.demo --out $(DEMO)
 
 native-here:
 	@echo "kvexport: compiling the native operators for this machine" >&2

@@ -1,6 +1,6 @@
 """The demo: a real model reads a long text with a full cache and with a fixed budget.
 
-    python -m kvexport.commands.demo [--out DIR]
+    python -m tools.demo [--out DIR]
 
 A tiny model is also compared with PyTorch, and answers questions about a story many times longer than its cache. If the
 real model is not available, the demo shows the tiny one alone.
@@ -111,7 +111,7 @@ def prove(out: Path) -> list[Section]:
 
 def real_model(out: Path) -> list[Section]:
     """Return the demo's report on the real model, or one line with the reason why that model is not available."""
-    from kvexport.commands.demo_real import run
+    from tools.demo_real import run
 
     try:
         with show("fetching SmolLM2-135M-Instruct (98 MB, once)"):
@@ -148,7 +148,7 @@ def without_native(engine: Engine) -> list[Section]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo program, which compares models with full and compressed KV caches; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m kvexport.commands.demo",
+        prog="python -m tools.demo",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -9,7 +9,6 @@ import pytest
 
 from kvexport import backends
 from kvexport.backends.sections import default
-from kvexport.commands import demo, demo_real
 from kvexport.engine.load import load
 from kvexport.export.build import build
 from kvexport.export.model import wheel
@@ -19,6 +18,7 @@ from kvexport.recipe.load import load_recipe
 from kvexport.report.page import render_html
 from kvexport.report.text import render_text
 from tests.support import smollm2
+from tools import demo, demo_real
 
 
 def test_the_story_is_long_and_known_to_the_tokenizer() -> None:

@@ -111,25 +111,7 @@ def build_artifact(
     calibrate: bool | None = None,
     device: Device | None = None,
 ) -> Path:
-    """Build an artifact (an exported model with ONNX graphs and weights) and return its folder.
-
-    Args:
-        recipe: The name or file of a recipe; None builds `model`, or engines for `source`.
-        overrides: "dotted.key=value" strings over the recipe.
-        out: The folder of the artifact; None takes a folder under artifacts/.
-        backend: The backend's name; None takes the recipe's.
-        stage: How far the build goes.
-        source: An artifact that gets engines for this machine.
-        model: A hub id, the folder of a checkpoint, or a GGUF file; together with `recipe` it replaces the recipe's.
-        budget: Slots of each KV head; None takes the recipe's.
-        max_length: The largest number of tokens of one sequence; None takes the recipe's.
-        calibrate: Whether the budgets of a model without a recipe are measured; see `calibrated_recipe`.
-        device: The device; None takes the recipe's.
-
-    Raises:
-        UsageError: The arguments contradict one another, or one of them cannot be used.
-        EnvironmentProblem: The machine lacks a package, disk space or the network.
-    """
+    """Build an artifact (an exported model with ONNX graphs and weights) and return its folder."""
     from kvexport.terminal import show
 
     of_device = device_settings(backend, device.value) if device else []

@@ -47,13 +47,7 @@ class Verbs(TyperGroup):
 
 
 def report(error: BaseException, *, debug: bool = False) -> int:
-    """Print an error for the user on stderr, and return the exit code.
-
-    Args:
-        error: The error.
-        debug: Whether to print the traceback to stderr; otherwise the traceback of an internal error goes to a log
-            file.
-    """
+    """Print an error for the user on stderr, and return the exit code."""
     if isinstance(error, BrokenPipeError):
         return PIPE_CLOSED
     if isinstance(error, Terminated):

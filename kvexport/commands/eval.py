@@ -88,11 +88,7 @@ def make_options(
     ruler: Path | None,
     **numbers: Any,
 ) -> Options:
-    """Return the options of `kvexport eval` from its command line: methods, budgets and tasks (lists), and text files.
-
-    Raises:
-        UsageError: A method, budget or task is unknown, or a file cannot be used.
-    """
+    """Return the options of `kvexport eval` from its command line."""
     from kvexport.evaluate.result import ALL_TASKS, Options
     from kvexport.evaluate.settings import parse_budgets
     from kvexport.evaluate.suites import read_longbench, read_ruler

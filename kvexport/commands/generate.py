@@ -143,11 +143,7 @@ def generate(
 
 
 def read_prompt(prompt: str | None, file: Path | None, token_ids: str | None) -> str | list[int]:
-    """Return the prompt as text or token ids: from the command line, a file, or a list of ids.
-
-    Raises:
-        UsageError: There is no prompt or more than one, or it cannot be read.
-    """
+    """Return the prompt as text or token ids: from the command line, a file, or a list of ids."""
     prompts = [x for x in (prompt, file, token_ids) if x is not None]
     if len(prompts) != 1:
         problem = "there is no prompt" if not prompts else f"there are {len(prompts)} prompts"

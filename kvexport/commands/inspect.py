@@ -143,16 +143,7 @@ class Inspection:
 
 
 def inspect_artifact(path: Path, *, verify: bool = True) -> Inspection:
-    """Check the files of the artifact at `path` and describe the artifact.
-
-    Args:
-        path: The folder of the artifact.
-        verify: Whether the SHA-256 of every file is checked.
-
-    Raises:
-        UsageError: There is no artifact.
-        ArtifactError: The artifact is damaged.
-    """
+    """Check the files of the artifact at `path` and describe the artifact."""
     from kvexport.artifact.reading import load_manifest
     from kvexport.backends import all_backends, get
 

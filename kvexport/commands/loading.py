@@ -19,19 +19,7 @@ def load_engine(
     calibrate: bool | None = None,
     **options: Any,
 ) -> Engine:
-    """Load an artifact as an engine, or build a model into the user's cache folder first, and show the progress.
-
-    Args:
-        source: See `kvexport.models.find_artifact`.
-        budget: See `kvexport.models.find_artifact`.
-        max_length: See `kvexport.models.find_artifact`.
-        overrides: See `kvexport.models.find_artifact`.
-        calibrate: See `kvexport.models.find_artifact`.
-        options: Arguments of `kvexport.engine.load.load`.
-
-    Raises:
-        KvexportError: What `find_artifact` and `load` raise.
-    """
+    """Load an artifact as an engine, or build a model into the user's cache folder first, and show the progress."""
     from kvexport.engine.load import load
     from kvexport.models import find_artifact
     from kvexport.terminal import show
@@ -42,11 +30,7 @@ def load_engine(
 
 
 def adapters_of(options: Sequence[str]) -> dict[str, str]:
-    """Return the folder of each LoRA adapter by its name, from values NAME=FOLDER of the option --adapter.
-
-    Raises:
-        UsageError: A value has no name or no folder, or a name comes twice.
-    """
+    """Return the folder of each LoRA adapter by its name, from values NAME=FOLDER of the option --adapter."""
     adapters: dict[str, str] = {}
     for option in options:
         name, _, folder = option.partition("=")

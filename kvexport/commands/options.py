@@ -39,11 +39,7 @@ class Command(TyperCommand):
 
 
 def one_model(argument: str | None, option: str | None) -> str | None:
-    """Return the model that a command names as its argument or by `--model`; None if it names none.
-
-    Raises:
-        UsageError: The command names two models.
-    """
+    """Return the model that a command names as its argument or by `--model`; None if it names none."""
     if argument is not None and option is not None:
         raise UsageError(f"there are two models, {argument} and {option}", "name one of them")
     return argument or option

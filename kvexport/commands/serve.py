@@ -222,11 +222,7 @@ def _log(level: LogLevel) -> None:
 
 
 def keys_of(host: str, api_key: list[str] | None) -> tuple[str, ...]:
-    """Return the API keys of a server, from the command line and from the environment variable.
-
-    Raises:
-        UsageError: A key is empty or cannot be sent in a header, or there is no key and other machines reach `host`.
-    """
+    """Return the API keys of a server, from the command line and from the environment variable."""
     keys = tuple(api_key or ())
     if KEY_VARIABLE in os.environ:
         keys = (*keys, os.environ[KEY_VARIABLE])

@@ -71,22 +71,7 @@ def validate(
 def validate_backends(
     artifact: Path, backend: str | None, layers: int | None, checkpoint: str | None, progress: Show, **settings: Any
 ) -> tuple[list[ValidationResult], dict[str, str]]:
-    """Compare an artifact with PyTorch on one backend, or on all backends of this machine.
-
-    Args:
-        artifact: The artifact.
-        backend: Name of a backend, "all", or None for the recipe's.
-        layers: Compare only this many first layers, in an artifact built for this; None for all.
-        checkpoint: The folder of the weights; None for the recipe's path.
-        progress: Shows the stages.
-        **settings: Further arguments of `validate_artifact`.
-
-    Returns:
-        The results, and for each backend that was not compared the reason.
-
-    Raises:
-        UsageError: See `validate_artifact`, `first_layers` and, for a named backend, `rebuild`.
-    """
+    """Compare an artifact with PyTorch on one backend, or on all backends of this machine."""
     from kvexport.artifact.reading import load_manifest
     from kvexport.packages import require
     from kvexport.validate.layers import first_layers
@@ -121,11 +106,7 @@ def _compare(
 
 
 def _prepare(shortened: Path, backend: str, progress: Show) -> dict[str, str]:
-    """Build the files that backends need (such as TensorRT engines) for an artifact that has only ONNX graphs.
-
-    Returns:
-        For each backend that cannot be prepared, the reason; only if all backends are compared.
-    """
+    """Build the files that backends need (such as TensorRT engines) for an artifact that has only ONNX graphs."""
     from kvexport import backends
     from kvexport.export.rebuild import rebuild
 

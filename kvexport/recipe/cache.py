@@ -137,9 +137,5 @@ class CacheSection(RecipeSection):
         return name
 
     def build_method(self) -> Method:
-        """Return the compression method with the recipe's parameters.
-
-        Raises:
-            pydantic.ValidationError: If a parameter is unknown or has an impossible value.
-        """
+        """Return the compression method with the recipe's parameters."""
         return all_methods()[self.method](**self.parameters)

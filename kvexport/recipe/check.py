@@ -37,16 +37,7 @@ PARAMETERS: Key = ("cache", "parameters")
 
 
 def check_recipe(tree: Tree, label: str, findings: Findings) -> Recipe | None:
-    """Check the contents of recipe files and return the recipe.
-
-    Args:
-        tree: The merged contents of the files and overrides.
-        label: The name of the recipe's file in messages.
-        findings: The problems; new ones are added.
-
-    Returns:
-        The recipe, or None if there is a problem.
-    """
+    """Check the contents of recipe files and return the recipe."""
     data = _known_only(tree, Recipe, (), findings)
     path = get(tree, PATH)
     if isinstance(path, Leaf):

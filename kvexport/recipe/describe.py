@@ -60,23 +60,13 @@ def meanings(model: type[BaseModel]) -> dict[str, str]:
 
 
 def section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """Return the class of a recipe's section if a field is one, or None if the field is a value.
-
-    Args:
-        model: The model.
-        name: The name of the field.
-    """
+    """Return the class of a recipe's section if a field is one, or None if the field is a value."""
     kind = model.model_fields[name].annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def describe_fields(model: type[BaseModel], above: str = "") -> Iterator[ParameterInfo]:
-    """Yield a description of each field of a recipe section; fields of inner sections have dotted keys.
-
-    Args:
-        model: The model.
-        above: The prefix of the dotted keys.
-    """
+    """Yield a description of each field of a recipe section; fields of inner sections have dotted keys."""
     schema, meaning = model.model_json_schema(), meanings(model)
     for name, prop in schema["properties"].items():
         if section := section_of(model, name):

@@ -31,14 +31,7 @@ def named_recipes() -> dict[str, Path]:
 
 
 def locate(name: str, folder: Path, findings: Findings, place: str = "") -> Path | None:
-    """Return the file of a recipe, or None if there is no recipe of this name.
-
-    Args:
-        name: The name of a recipe, or a path of a file, relative to `folder`.
-        folder: The folder of the file that contains the name.
-        findings: The problems; an unknown name is added.
-        place: The line that contains the name, for messages.
-    """
+    """Return the file of a recipe, or None if there is no recipe of this name."""
     if name.endswith((".yaml", ".yml")) or "/" in name or os.sep in name:
         return Path(os.path.normpath(folder / name))
     known = named_recipes()

@@ -67,17 +67,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecip
 
 
 def checked(tree: Tree, label: str, name: str, findings: Findings) -> LoadedRecipe:
-    """Return the recipe that a tree of YAML values describes, after all checks.
-
-    Args:
-        tree: The values of all files and overrides, merged.
-        label: The recipe's file as error messages show it.
-        name: The name of the loaded recipe.
-        findings: The problems so far.
-
-    Raises:
-        UsageError: There are problems. The message lists all of them.
-    """
+    """Return the recipe that a tree of YAML values describes, after all checks."""
     recipe = check_recipe(tree, label, findings)
     if recipe is None or findings.problems:
         raise UsageError("\n".join(dict.fromkeys(findings.problems)), _fix(findings.problems))

@@ -9,12 +9,7 @@ from kvexport.recipe.parse import Findings, Origin, Source, Tree, merge, nest
 
 
 def read_overrides(overrides: Sequence[str], findings: Findings) -> Tree:
-    """Return the `--set` overrides of a command line as one tree; the last override of a key wins.
-
-    Args:
-        overrides: Texts of the form KEY=VALUE, with a dotted key and a value in YAML.
-        findings: The problems; every text of another form is added.
-    """
+    """Return the `--set` overrides of a command line as one tree; the last override of a key wins."""
     layer = Tree({}, Origin("", "", Path.cwd()))
     for text in overrides:
         label = f"--set {text}" if text.isprintable() else f"--set {text!r}"

@@ -105,14 +105,7 @@ def shown_key(dotted: str) -> str:
 
 
 def read_file(path: Path, label: str, extended_at: str, findings: Findings) -> Tree:
-    """Return the mapping in a recipe file; an empty one if the file cannot be read.
-
-    Args:
-        path: The file.
-        label: The name of the file in messages.
-        extended_at: The line that extends the file, or "".
-        findings: The problems; those of the file are added.
-    """
+    """Return the mapping in a recipe file; an empty one if the file cannot be read."""
     empty = Tree({}, Origin(label, label, path.parent))
     by = f" (extended at {extended_at})" if extended_at else ""
     try:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvexport.artifact.publish import is_artifact
+from kvexport.artifact.publish import is_artifact, quoted
 from kvexport.errors import UsageError
 from kvexport.files import json_digest
 from kvexport.terminal import Progress, silent
@@ -51,12 +51,17 @@ def model_recipe(
     if is_artifact(Path(model)):
         raise UsageError(
             f"{model} is an artifact: it is built already",
-            f"kvexport chat {model}, or kvexport build --from {model} to add engines for this machine",
+            "kvexport chat {0}, or kvexport build --from {0} to add engines for this machine".format(
+                quoted(Path(model))
+            ),
         )
     slots = BUDGET if budget is None else budget
     recipe = recipe_for(model, slots, max_length=max_length, overrides=overrides)
+    config = _config(recipe.recipe.model.path, recipe.recipe.model.revision)
+    if config.get("is_encoder_decoder") is True:  # before its weights are downloaded and its tokenizer is tried
+        raise UsageError(f"{model} is an encoder-decoder; only decoders have a cache that grows with every token")
     if max_length is None and recipe.origin["limits.max_length"] == "default":
-        length = _trained_length(recipe.recipe.model.path, recipe.recipe.model.revision)
+        length = _trained_length(config)
         recipe = recipe_for(model, slots, max_length=length, overrides=overrides)
     return recipe
 
@@ -246,13 +251,21 @@ def is_model(source: str) -> bool:
     return source.count("/") == 1 and not path.parent.is_dir()
 
 
-def _trained_length(path: str, revision: str | None) -> int | None:
-    """Return the number of positions that a model was trained for, at most LONGEST; None if its config has none."""
+def _config(path: str, revision: str | None) -> dict[str, Any]:
+    """Return the config.json of a model, or what a GGUF file says in its place."""
     from kvexport.export.model.checkpoint import read_checkpoint, resolve_checkpoint
+    from kvexport.tensor_files.shards import list_shards
 
-    config = read_checkpoint(resolve_checkpoint(path, revision, weights=False), weights=False).config
+    folder = resolve_checkpoint(path, revision, weights=False)
+    if folder.is_dir() and not (folder / "config.json").exists():
+        list_shards(folder)  # says what the folder holds, such as an adapter
+    return read_checkpoint(folder, weights=False).config
+
+
+def _trained_length(config: Mapping[str, Any]) -> int | None:
+    """Return the number of positions that a model was trained for, at most LONGEST; None if its config has none."""
     text = config.get("text_config")
-    positions = (text if isinstance(text, dict) else config).get("max_position_embeddings")
+    positions = (text if isinstance(text, dict) else config).get("max_position_embeddings", config.get("n_positions"))
     return min(positions, LONGEST) if isinstance(positions, int) and positions > 0 else None
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvexport.errors import ArtifactError, KvexportError
 from kvexport.files import file_digests
+from kvexport.recipe.inherit import named_recipes
 from kvexport.schema.state import CONTRACT_VERSION
 
 FORMAT = "kvexport-artifact"
@@ -153,29 +154,39 @@ def _listed(root: Path, manifest: dict[str, Any]) -> dict[str, tuple[str, int]]:
 def damaged(root: Path, problem: str) -> ArtifactError:
     return ArtifactError(
         f"the artifact {root} is damaged: {problem}",
-        f"remove it and run kvexport build --recipe NAME --out {shlex.quote(str(root))} again",
+        built_again(root),
     )
+
+
+def built_again(root: Path) -> str:
+    """Return the command that replaces an artifact whose manifest does not reliably say what it was built from."""
+    return f"kvexport build MODEL --out {shlex.quote(str(root))}, or with --recipe NAME if it was built from a recipe"
 
 
 def no_artifact(root: Path, problem: str) -> ArtifactError:
     """Return the error for a directory without an artifact's manifest; it never advises to remove the directory."""
-    return ArtifactError(
-        f"{root} is no artifact: {problem}",
-        "name the directory of an artifact; kvexport build MODEL --out DIR builds one",
-    )
+    return ArtifactError(f"{root} is no artifact: {problem}", instead_of(root))
+
+
+def instead_of(path: Path) -> str:
+    """Return what to name in place of a path that is no artifact; no command writes there, since it may be a user's."""
+    is_model = path.suffix == ".gguf" if path.is_file() else (path / "config.json").is_file()
+    if is_model and not (path / "decoder.onnx").exists():  # an artifact that lost its manifest has a config.json too
+        return f"kvexport build {shlex.quote(str(path))} --out ARTIFACT, and name ARTIFACT here"
+    return "kvexport list shows the artifacts in the cache folder; kvexport build MODEL --out ARTIFACT"
 
 
 def _of_another_version(root: Path, manifest: dict[str, Any], version: str) -> ArtifactError:
     recipe = manifest.get("recipe")
     name = recipe.get("name") if isinstance(recipe, dict) else None
-    known = name if isinstance(name, str) and re.fullmatch(r"[\w.-]{1,100}", name) else "NAME"
+    known = name if name in named_recipes() else ""
     versions = manifest.get("versions")
     builder = versions.get("kvexport") if isinstance(versions, dict) else None
     shown = isinstance(builder, str) and re.fullmatch(r"[\w.+!-]{1,100}", builder)
     built = f", which kvexport {builder} built," if shown else ""
     return ArtifactError(
         f"the artifact {root}{built} has contract version {version}, but this kvexport reads only {CONTRACT_VERSION}",
-        f"kvexport build --recipe {known} --out {shlex.quote(str(root))}, which builds it again",
+        f"kvexport build --recipe {known} --out {shlex.quote(str(root))}" if known else built_again(root),
     )
 
 

@@ -14,11 +14,14 @@ from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from kvexport.artifact.digests import built_again
 from kvexport.errors import ArtifactError
 from kvexport.plan.cache import CachePlan, LayerCache
 from kvexport.recipe.cache import CacheSection
 from kvexport.recipe.divergence import Divergence
 from kvexport.recipe.fields import MOST, MOST_LANES, ModelSection, Recipe
+from kvexport.recipe.inherit import named_recipes
+from kvexport.recipe.own import name_of
 from kvexport.schema.state import CONTRACT_VERSION, SMALL, scales_of, types_of
 
 HEADS = ("capacity", "budget", "recent")  # fields of a cache with a number for each KV head
@@ -87,6 +90,15 @@ class Manifest:
     @property
     def bytes(self) -> int:
         return sum(entry.bytes for entry in self.files.values())
+
+    def build_command(self, *settings: str) -> str:
+        """Return a command that builds the artifact again, with other settings ("dotted.key=value")."""
+        source = "--recipe FILE"
+        if self.name in named_recipes():
+            source = f"--recipe {self.name}"
+        elif self.name == name_of(self.recipe.model.path):  # it had no recipe
+            source = f"{shlex.quote(self.recipe.model.path)} --budget {self.recipe.budget}"
+        return " ".join(["kvexport build", source, *(f"--set {shlex.quote(x)}" for x in settings), "--out ARTIFACT"])
 
     def to_json(self) -> dict[str, Any]:
         """Return the manifest's fields without `files`, which `write_manifest` computes from the files' bytes."""
@@ -204,7 +216,7 @@ def require_file(root: Path, manifest: Manifest, field: str, name: str) -> None:
 def unusable(root: Path, place: str, problem: str) -> ArtifactError:
     return ArtifactError(
         f"the manifest of {root} cannot be used: {place[:200]} {problem}",
-        f"kvexport build MODEL --out {shlex.quote(str(root))}, or with --recipe NAME if it was built from a recipe",
+        built_again(root),
     )
 
 

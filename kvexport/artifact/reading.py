@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from kvexport.artifact.digests import check_artifact, damaged
+from kvexport.artifact.digests import check_artifact, damaged, instead_of
 from kvexport.artifact.manifest import Manifest, parse_manifest
 from kvexport.artifact.publish import acquire, beside, identity, is_artifact, place, quoted, release, restore
 from kvexport.errors import ArtifactError, UsageError
@@ -54,16 +54,8 @@ def _existing(path: Path) -> Path:
                 if os.path.lexists(path)
                 else f"there is no artifact at {path}"
             )
-            raise UsageError(problem, _fix_of(path))
+            raise UsageError(problem, instead_of(path))
     return path.resolve()
-
-
-def _fix_of(path: Path) -> str:
-    listed = "the directory of an artifact; kvexport list shows those in the cache folder"
-    if path.suffix == ".gguf" and path.is_file():
-        return f"kvexport build {quoted(path)} --out ARTIFACT, and name ARTIFACT here"
-    # A build would need the place of a file that is the user's own.
-    return listed if os.path.lexists(path) else f"{listed}; kvexport build MODEL --out {quoted(path)} builds one there"
 
 
 def _comes_back(target: Path) -> bool:

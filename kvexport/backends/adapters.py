@@ -105,14 +105,14 @@ def load_adapters(manifest: Manifest, folders: Mapping[str, str | Path]) -> Adap
     if len(folders) > section.count:
         raise UsageError(
             f"the artifact takes {section.count or 'no'} adapters, and {len(folders)} were given",
-            f"kvexport build --recipe NAME --set adapters.count={len(folders)}",
+            manifest.build_command(f"adapters.count={len(folders)}"),
         )
     dtype = np.dtype(manifest.recipe.model.dtype)
     adapters: dict[str, Adapter] = {}
     files = {name: read_adapter(Path(folder), f"--adapter {name}") for name, folder in folders.items()}
     rows = 1
     for name, adapter in files.items():
-        rank = _rank(adapter, section.rank)
+        rank = _rank(adapter, manifest)
         adapters[name] = Adapter(name, adapter.digest, range(rows, rows + rank))
         rows += rank
     tensors = {
@@ -132,12 +132,13 @@ def _short(model: str) -> str:
     return model.rstrip("/").rpartition("/")[2].lower().removesuffix(".gguf")
 
 
-def _rank(adapter: AdapterFiles, most: int) -> int:
+def _rank(adapter: AdapterFiles, manifest: Manifest) -> int:
+    section = manifest.recipe.adapters
     rank = max(first.shape[0] for first, _ in adapter.pairs.values())
-    if rank > most:
+    if rank > section.rank:
         raise UsageError(
-            f"{adapter} has rank {rank}, and the artifact takes ranks up to {most}",
-            f"kvexport build --recipe NAME --set adapters.rank={rank}",
+            f"{adapter} has rank {rank}, and the artifact takes ranks up to {section.rank}",
+            manifest.build_command(f"adapters.count={section.count}", f"adapters.rank={rank}"),
         )
     return rank
 

@@ -118,7 +118,10 @@ def build_artifact(
     changes = [*overrides, *([f"backend.name={backend}"] if backend else []), *of_device]
     if source is not None:
         if recipe is not None or model is not None or stage is Stage.onnx:
-            raise UsageError("--from takes an artifact's own recipe and graphs", "--from DIR alone, or --recipe NAME")
+            raise UsageError(
+                "--from takes an artifact's own recipe and graphs",
+                "leave out --from, or name no model or recipe",
+            )
         from kvexport.export.rebuild import rebuild
 
         return rebuild(source, out, changes, progress=show)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -52,7 +53,9 @@ def remove(
         try:
             shutil.rmtree(one.path)
         except OSError as error:
-            raise EnvironmentProblem(f"{one.path} cannot be removed: {error.strerror}", f"rm -r {one.path}") from error
+            raise EnvironmentProblem(
+                f"{one.path} cannot be removed: {error.strerror}", f"rm -r {shlex.quote(str(one.path))}"
+            ) from error
         say(f"removed {name} ({format_bytes(one.bytes)})")
 
 

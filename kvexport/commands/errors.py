@@ -72,7 +72,7 @@ def _known_problem(error: BaseException) -> KvexportError | None:
     """Return the error to show for a missing package, too little memory or disk space, or an impossible path."""
     if lacks_memory(error):
         fix = "a larger limit of memory (ulimit -v, the container's), or smaller limits.max_batch, limits.max_length "
-        fix += "or cache.budget; kvexport plan --recipe NAME says what a recipe takes"
+        fix += "or cache.budget; kvexport plan MODEL says what a model takes"
         return EnvironmentProblem(f"not enough memory: {_summary(error)}", fix)
     if isinstance(error, ImportError):
         from kvexport.backends import packages

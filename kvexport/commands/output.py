@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,8 @@ def require_folder(page: Path | None) -> None:
     """Raise UsageError if the folder of the HTML page to write does not exist, before any work is done."""
     if page is not None and not page.absolute().parent.is_dir():
         raise UsageError(
-            f"{page.parent}, where {page.name} is to be written, does not exist", f"mkdir -p {page.parent}"
+            f"{page.parent}, where {page.name} is to be written, does not exist",
+            f"mkdir -p {shlex.quote(str(page.parent))}",
         )
 
 

@@ -5,7 +5,6 @@ Running an artifact needs numpy and the packages of its backend, but neither tor
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Sequence
 from functools import cached_property
@@ -343,9 +342,8 @@ class EngineCore:
         if not 1 <= count <= self.max_batch:
             raise UsageError(
                 f"{count} sequences at once, but the artifact was built for 1 to {self.max_batch}",
-                f"at most {self.max_batch} prompts in one call (on the server --lanes {self.max_batch}), or kvexport "
-                f"build {shlex.quote(self.manifest.recipe.model.path)} --set limits.max_batch={max(1, count)} "
-                "--out ARTIFACT (with --recipe NAME in place of the model if it was built from a recipe)",
+                f"at most {self.max_batch} prompts in one call (on the server --lanes {self.max_batch}), or "
+                + self.manifest.build_command(f"limits.max_batch={max(1, count)}"),
             )
 
     # ---- text ----
@@ -366,7 +364,7 @@ class EngineCore:
             raise UsageError(
                 f"the prompt has {ids.size} tokens; with one token of answer it exceeds limits.max_length "
                 f"{self.max_length}",
-                f"kvexport build --recipe NAME --set limits.max_length={ids.size + 256}, or a shorter prompt",
+                f"a shorter prompt, or {self.manifest.build_command(f'limits.max_length={ids.size + 256}')}",
             )
         return ids
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,7 +25,8 @@ def read_result(path: Path, key: str) -> Result | None:
         whole = False
     if not whole:
         raise UsageError(
-            f"{path} is damaged: its digest does not match", f"rm {path}, and the setting is measured again"
+            f"{path} is damaged: its digest does not match",
+            f"rm {shlex.quote(str(path))}, and the setting is measured again",
         )
     return result if content["key"] == key else None
 

@@ -51,7 +51,7 @@ def counted_rows(engine: Engine, samples: Sequence[Sample]) -> Iterator[tuple[in
             offsets = counted[lane][first:end] - done[lane]
             if logits.shape[1] == 1 and (offsets != len(ids) - 1).any():
                 problem = f"{engine.path} returns the logits of a call's last token only"
-                raise UsageError(problem, "kvexport build --set export.logits=all")
+                raise UsageError(problem, engine.manifest.build_command("export.logits=all"))
             done[lane] += len(ids)
             if len(offsets):
                 yield lane, int(first), logits[lane, np.minimum(offsets, logits.shape[1] - 1)]

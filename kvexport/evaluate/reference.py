@@ -11,6 +11,7 @@ would get the same step, it is stored one step lower.
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -116,7 +117,8 @@ class References:
             whole = False
         if not whole:
             raise UsageError(
-                f"{path} is damaged: its digest does not match", f"rm {note}, and the full cache runs again"
+                f"{path} is damaged: its digest does not match",
+                f"rm {shlex.quote(str(note))}, and the full cache runs again",
             )
         mapped = np.memmap(path, np.uint16, "r", shape=(total, self._vocabulary))
         return Reference(mapped, _starts(counts))

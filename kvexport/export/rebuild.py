@@ -65,7 +65,7 @@ def _with_backend(saved: Recipe, overrides: Sequence[str]) -> Recipe:
     if wrong := [x for x in overrides if not x.startswith("backend.")]:
         raise UsageError(
             f"--set {wrong[0]} would change the graphs, which --from keeps",
-            "kvexport build --recipe NAME, without --from",
+            "kvexport build MODEL, or --recipe NAME, without --from",
         )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.yaml"

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvexport.errors import UsageError
 from kvexport.plan.cache import CachePlan, LayerCache, LayerGeometry
-from kvexport.plan.planner import plan_cache, settled_plan, state_bytes
+from kvexport.plan.planner import cache_notes, plan_cache, settled_plan, state_bytes
 from kvexport.recipe.fields import MOST, Recipe, shown_length
 from kvexport.report.sections import KeyValues, Section, Table
 from kvexport.schema.state import RING, StateTensor
@@ -42,7 +42,7 @@ class ServerMemory:
 
     def __str__(self) -> str:
         terms = {
-            "2 times the weights": 2 * self.weights,
+            "2 times the weights (kernels may copy them)": 2 * self.weights,
             "caches": self.state,
             "prefixes": self.prefixes,
             "sessions": self.sessions,
@@ -54,7 +54,7 @@ class ServerMemory:
 
 @dataclass(frozen=True)
 class Fit:
-    """The number of sequences, and the largest cache budget, that fit into a memory beside weights and adapters."""
+    """The number of sequences, and the largest cache budget, that fit into a memory beside `fixed_bytes`."""
 
     memory: int  # memory in bytes
     sequences: int  # number of the recipe's sequences that fit
@@ -123,6 +123,13 @@ class MemoryPlan:
         return ServerMemory(self.weight_bytes, self.batch_bytes, adapters=self.adapter_bytes)
 
     @property
+    def fixed_bytes(self) -> int:
+        """The bytes of all but caches: on the CPU as `server` counts them, on a GPU as it was planned."""
+        if self.arena_bytes:
+            return self.weight_bytes + self.adapter_bytes + self.arena_bytes
+        return replace(self.server, state=0, prefixes=0, sessions=0).total
+
+    @property
     def advice(self) -> Mapping[str, str]:
         """The notes of the recipe's backend about the machines that will run the artifact, by subject."""
         from kvexport import backends
@@ -163,8 +170,7 @@ class MemoryPlan:
         return f" while its prompt is read; {used} of it are used afterwards, {saved} are in a snapshot taken at once"
 
     def fit(self, memory: int) -> Fit:
-        """Return the number of sequences, and the largest budget, that fit into `memory` bytes with the weights."""
-        room = max(0, memory - self.weight_bytes - self.adapter_bytes - self.arena_bytes)
+        room = max(0, memory - self.fixed_bytes)
         return Fit(memory, room // state_bytes(self.recipe, self.cache), self._largest_budget(room))
 
     def _largest_budget(self, room: int) -> int | None:
@@ -247,6 +253,8 @@ class MemoryPlan:
             "kvexport serve": str(self.server),
         }
         summary |= self.advice
+        if notes := cache_notes(recipe, self.cache):
+            summary["note"] = "; ".join(notes)
         if self.full_bytes is None or self.ratio is None:
             summary["full cache of 1 sequence"] = "without bound: limits.max_length is unlimited"
         else:
@@ -262,10 +270,11 @@ class MemoryPlan:
 
     def _describe(self, fit: Fit) -> Section:
         batch = self.recipe.limits.max_batch
-        if fit.memory < self.weight_bytes:
-            sequences: str | int = f"none: not even the weights fit, {format_bytes(self.weight_bytes)}"
-        else:
-            sequences = fit.sequences
+        on_gpu = self.arena_bytes > 0
+        fixed = "the weights" if on_gpu else "the program and 2 times the weights"
+        sequences = f"{fit.sequences:,}" if on_gpu else f"{fit.sequences:,}, without saved prefixes and sessions"
+        if fit.memory < self.fixed_bytes:
+            sequences = f"none: {fixed} alone take {format_bytes(self.fixed_bytes)}"
         budget = f"none is small enough for {batch} sequences; fewer of them: --set limits.max_batch=N"
         if fit.largest_budget:
             settings = f"--set cache.budget={fit.largest_budget} --set cache.allocation.kind=uniform"
@@ -273,8 +282,8 @@ class MemoryPlan:
         elif not self.recipe.cache.build_method().compresses:
             budget = f"none to choose: {self.recipe.cache.method} keeps every slot"
         return KeyValues(
-            f"In {format_bytes(fit.memory)}, {self._left_out}",
-            {"sequences beside the weights": sequences, f"largest uniform budget for {batch} sequences": budget},
+            f"In {format_bytes(fit.memory)}" + f", {self._left_out}" * on_gpu,
+            {f"sequences beside {fixed}": sequences, f"largest uniform budget for {batch} sequences": budget},
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -55,9 +56,11 @@ def _planned(recipe: Recipe, method: Method, i: int, layer: LayerGeometry, share
         name = _name(i, head, apart=len(budgets) > 1)
         sinks, recent, merges = recipe.cache.sinks, _recent(recipe, budget), budget < recipe.limits.max_length
         if method.compresses and merges and budget < sinks + recent + 1:
+            window = ", the size of its sliding window," if budget == layer.sliding_window else ""
             raise UsageError(
-                f"{name} has a budget of {budget} slots, which cannot hold {sinks} sinks, {recent} recent and one more",
-                f"--set cache.budget={sinks + recent + 1}, or fewer cache.sinks or cache.recent",
+                f"{name} has a budget of {budget} slots{window} which cannot hold {sinks} sinks, {recent} recent and "
+                "one more",
+                _enough(recipe, "cache.budget", most),
             )
         capacity = recipe.capacity(budget) if merges else budget
         if capacity > MOST:
@@ -95,6 +98,16 @@ def _reads_values_from_keys(recipe: Recipe, method: Method) -> bool:
     return on_cpu and recipe.cache_dtype not in SMALL and method.merges_values_as_keys
 
 
+def _enough(recipe: Recipe, key: str, most: int, beside: int = 0) -> str:
+    """Return settings under which a budget holds the sinks, the recent slots and one more; `most` bounds the budget."""
+    sinks, recent = recipe.cache.sinks, recipe.cache.recent
+    share = min(recent, 0.99) if isinstance(recent, float) else 0.0
+    least = math.ceil((sinks + 1 + (0 if share else recent)) / (1 - share))
+    if least > most:
+        return f"--set cache.sinks={min(sinks, most // 4)} --set cache.recent={most // 2}"
+    return f"--set {key}={least + beside}, or fewer cache.sinks or cache.recent"
+
+
 def _recent(recipe: Recipe, budget: int) -> int:
     recent = recipe.cache.recent
     return int(recent * budget) if isinstance(recent, float) else recent
@@ -114,7 +127,7 @@ def selected_plan(recipe: Recipe, plan: CachePlan) -> CachePlan | None:
         raise UsageError(
             f"cache.periodic.slots {slots}, of which {budget} are selected, cannot hold {sinks} sinks, {recent} recent "
             "and one more",
-            f"--set cache.periodic.slots={sinks + recent + 1 + slots - budget}, or fewer cache.sinks or cache.recent",
+            _enough(recipe, "cache.periodic.slots", recipe.limits.max_length, slots - budget),
         )
     return CachePlan(tuple(_with_slots(x, budget, slots, recent) for x in plan.caches))
 
@@ -146,7 +159,7 @@ def cache_notes(recipe: Recipe, plan: CachePlan) -> list[str]:
     budget, length = recipe.cache.budget, recipe.limits.max_length
     if not recipe.cache.build_method().compresses or isinstance(budget, float) or budget < length:
         return []
-    if any(cache.merges for cache in plan.caches):
+    if any(cache.merges and not cache.sliding_window for cache in plan.caches):
         return []
     return [
         f"cache.budget is {budget} slots and limits.max_length is {length} tokens, so nothing is ever evicted: "

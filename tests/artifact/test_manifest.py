@@ -195,7 +195,7 @@ def test_another_contract_version_is_refused_with_the_line_that_builds_it_again(
         ArtifactError, match=f"which kvexport .* built, has contract version {CONTRACT_VERSION - 1}, but this"
     ) as caught:
         load_manifest(path)
-    assert caught.value.fix.startswith(f"kvexport build --recipe tiny --out {path}")
+    assert caught.value.fix.startswith(f"kvexport build MODEL --out {path}")
     rewrite(path, lambda manifest: manifest["recipe"].update(name="x; rm -r ~"))
     rewrite(path, lambda manifest: manifest.update(versions={"kvexport": "\x1b[2J"}))
     with pytest.raises(ArtifactError, match=r"artifact has contract version") as caught:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,10 @@ def test_build_takes_a_folder_and_the_length_that_it_was_trained_for(tiny_checkp
     manifest = load_manifest(Path(printed.strip()))
     assert printed.strip() == str(tmp_path / "a") and manifest.recipe.cache.budget == 32
     assert manifest.limits.max_length == 512 and manifest.name == "checkpoint"
+    again = f"kvexport build {tiny_checkpoint} --budget 32 --set limits.max_batch=9 --out ARTIFACT"
+    assert manifest.build_command("limits.max_batch=9") == again
+    for name, source in (("tiny-keepkv", "--recipe tiny-keepkv"), ("a recipe's file", "--recipe FILE")):
+        assert replace(manifest, name=name).build_command() == f"kvexport build {source} --out ARTIFACT"
     built = kvexport.build(tiny_checkpoint, tmp_path / "b", budget=32, max_length=100)
     assert load_manifest(built).limits.max_length == 100
     other = ok(
@@ -62,9 +67,14 @@ def test_the_plan_of_a_model_is_that_of_its_build(tiny_checkpoint: Path, tmp_pat
     assert json.loads(ok("plan", tiny_checkpoint, *recipe, "--json"))["model"] == str(tiny_checkpoint)
     assert "kvexport plan MODEL" in failure(2, "plan")
     assert "two models" in failure(2, "plan", "a/b", "--model", "c/d")
+    larger = ok("plan", tiny_checkpoint, "--budget", 999999, "--max-length", 64)
+    assert "so nothing is ever evicted: --budget 16, or a larger --max-length" in larger
 
 
-def test_models_that_cannot_be_built_are_named(tiny_artifact: Path, tiny_checkpoint: Path) -> None:
+def test_models_that_cannot_be_built_are_named(tiny_artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "t5", "is_encoder_decoder": true}')
+    for verb in ("plan", "build", "chat"):  # before weights or a tokenizer are read, which this folder does not have
+        assert "is an encoder-decoder; only decoders" in failure(2, verb, tmp_path)
     assert "kvexport build MODEL" in failure(2, "build")
     assert "is an artifact: it is built already" in failure(2, "build", tiny_artifact)
     assert "two models" in failure(2, "build", "a/b", "--model", "c/d")

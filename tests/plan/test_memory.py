@@ -74,10 +74,10 @@ def test_the_full_cache_is_keys_and_values_of_the_longest_sequence(tiny_recipe: 
 
 def test_as_many_sequences_fit_as_do_fit(tiny_recipe: Path) -> None:
     plan = plan_of(tiny_recipe)
-    enough = plan.weight_bytes + 5 * plan.sequence_bytes
+    enough = plan.fixed_bytes + 5 * plan.sequence_bytes
     assert plan.fit(enough).sequences == 5
     assert plan.fit(enough - 1).sequences == 4
-    assert plan.fit(plan.weight_bytes - 1).sequences == 0
+    assert plan.fit(plan.fixed_bytes - 1).sequences == 0
 
 
 @pytest.mark.parametrize("backend", ["backend.device=cuda", "backend.name=tensorrt"])
@@ -97,17 +97,17 @@ def test_on_a_gpu_activations_and_cuda_are_estimated(tiny_recipe: Path, backend:
 @pytest.mark.parametrize("budget", [40, 300, 495, 496, 511])
 def test_the_largest_budget_fits_and_one_more_slot_does_not(tiny_recipe: Path, budget: int) -> None:
     plan = plan_of(tiny_recipe, "cache.allocation.kind=cosine")
-    room = plan.weight_bytes + cache_bytes(plan, budget)
+    room = plan.fixed_bytes + cache_bytes(plan, budget)
     largest = plan.fit(room).largest_budget
     # Without slack the longest budget takes less than slightly smaller ones.
     assert largest == (512 if cache_bytes(plan, 512) <= cache_bytes(plan, budget) else budget)
-    assert plan.fit(plan.weight_bytes + cache_bytes(plan, 40) - 1).largest_budget == 39
+    assert plan.fit(plan.fixed_bytes + cache_bytes(plan, 40) - 1).largest_budget == 39
 
 
 def test_no_budget_is_named_that_cannot_hold_the_sinks(tiny_recipe: Path) -> None:
     plan = plan_of(tiny_recipe, "cache.sinks=20", "cache.recent=10")
-    assert plan.fit(plan.weight_bytes + cache_bytes(plan, 31)).largest_budget == 31
-    assert plan.fit(plan.weight_bytes + cache_bytes(plan, 30)).largest_budget is None
+    assert plan.fit(plan.fixed_bytes + cache_bytes(plan, 31)).largest_budget == 31
+    assert plan.fit(plan.fixed_bytes + cache_bytes(plan, 30)).largest_budget is None
 
 
 def test_a_cache_that_reads_whole_prompts_is_counted_while_it_does_and_afterwards(tiny_recipe: Path) -> None:
@@ -158,7 +158,7 @@ def test_shown_sizes_read_back_within_their_three_digits(count: int) -> None:
 
 def test_the_verb_prints_the_plan(tiny_recipe: Path) -> None:
     plan = plan_of(tiny_recipe)
-    amount = plan.weight_bytes + 6 * plan.sequence_bytes
+    amount = plan.fixed_bytes + 6 * plan.sequence_bytes
     shown = CliRunner().invoke(app, ["plan", "--recipe", str(tiny_recipe), "--memory", str(amount)])
     assert shown.exit_code == 0, shown.output
     assert "activations" in shown.stdout

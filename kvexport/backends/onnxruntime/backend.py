@@ -98,7 +98,7 @@ class OnnxRuntime(Backend):
         if device == "cuda" and manifest.model.packed and not self.library_products(manifest.recipe):
             raise UsageError(
                 f"{path} has packed weights in the layout of the CPU's kernels: {', '.join(manifest.model.packed)}",
-                f"kvexport build --recipe NAME --set backend.device=cuda --out {path}",
+                manifest.build_command("backend.device=cuda"),
             )
         devices.require_device(device)
         if device == "cuda":

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvexport.artifact.digests import built_again
 from kvexport.backends.onnxruntime.devices import INSTALL_CUDA, PROVIDERS, load_cuda_libraries
 from kvexport.errors import ArtifactError, EnvironmentProblem, lacks_memory
 
@@ -131,7 +131,7 @@ def _fits(shape: Sequence[int | str], expected: Sequence[int]) -> bool:
 def _unusable(path: Path, problem: str) -> ArtifactError:
     return ArtifactError(
         f"{path} cannot be run: {problem}",
-        f"kvexport build --recipe NAME --out {shlex.quote(str(path.parent))}, which builds it again",
+        built_again(path.parent),
     )
 
 

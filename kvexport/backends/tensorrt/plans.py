@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class Plans:
         if engines is None:
             raise ArtifactError(
                 f"{path} has ONNX graphs but no engines yet",
-                f"kvexport build --from {path}, on the machine that is to run it",
+                f"kvexport build --from {shlex.quote(str(path))}, on the machine that is to run it",
             )
         self.cuda = Cuda()
         gpu = require_gpu(self.cuda)

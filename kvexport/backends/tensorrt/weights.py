@@ -61,7 +61,7 @@ def require_taken(model: onnx.ModelProto, folder: Path) -> None:
             continue
         text = f"{weight} has {dtype} numbers{f' in groups of {group}' if in_groups else ''}: {why}"
         raise UsageError(
-            text, "kvexport build --recipe NAME --backend tensorrt, without --from, which keeps such weights in floats"
+            text, "kvexport build MODEL --backend tensorrt, without --from, which keeps such weights in floats"
         )
 
 

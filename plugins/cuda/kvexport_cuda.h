@@ -15,17 +15,19 @@ extern "C" {
 
 // Where a call runs. The workspace is device memory, aligned to 256 bytes, that no other call in flight uses. Its first
 // KV_CUDA_COUNTER_BYTES are counters: zero before the first call that uses them, and zero again after every call. A
-// caller that cannot keep a workspace between calls provides memory for the counters elsewhere.
+// caller that cannot keep a workspace between calls provides memory for the counters elsewhere: an int for each KV head
+// of each sequence is enough.
 typedef struct KvCuda {
   void* stream;  // a cudaStream_t
   void* workspace;
   size_t workspace_size;
-  void* counters;  // KV_CUDA_COUNTER_BYTES, or nullptr: those of the workspace
+  void* counters;  // or nullptr: those of the workspace
   int begin;       // when launches begin, as below
 } KvCuda;
 
 // When the launches of a call begin. KV_CUDA_IN_ORDER: after the end of the launch before them on the stream.
-// KV_CUDA_EARLY: while that launch ends; they wait for its end before they read or write memory. On a device below
+// KV_CUDA_EARLY: while that launch ends; they wait for its end before they read or write memory. The first launch of a
+// call begins in order, since another program's launch may end before the launches before it. On a device below
 // compute capability 9.0, with a driver before CUDA 12.3, or with KVEXPORT_CUDA_EARLY=0 in the environment all launches
 // begin in order.
 enum { KV_CUDA_IN_ORDER, KV_CUDA_EARLY };

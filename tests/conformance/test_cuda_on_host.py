@@ -26,6 +26,7 @@ from tests.conformance.cases import single_precision
 from tests.conformance.comparison import assert_same_cache, assert_same_rows, state_of
 from tests.conformance.cuda_library import (
     COUNTER_BYTES,
+    EARLY,
     OTHER_LIBRARY,
     ROOT,
     STATE,
@@ -125,6 +126,21 @@ def compare(
     for name in ("votes", "position"):
         right = np.asarray(expected[f"present_{name}"])
         assert (actual[f"present_{name}"][held[:, :, 0]] == right[held[:, :, 0]]).all(), name
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_the_first_launch_of_a_call_begins_in_order(
+    caller: Caller, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program's kernel before a call may end before the kernels before it, so only later launches are early."""
+    set_host(caller.library)
+    inputs = inputs_of((4, 2), (16, 16), 300, tokens, [200, 37], 2)
+    caller.vote_attention(inputs, VoteAttentionAttributes(0.25, 1.0, BOTH))
+    launches = caller.library.kv_host_launches()
+    assert launches > 1 and caller.library.kv_host_early() == 0
+    monkeypatch.setattr(caller, "begin", EARLY)
+    caller.vote_attention(inputs, VoteAttentionAttributes(0.25, 1.0, BOTH))
+    assert (caller.library.kv_host_launches(), caller.library.kv_host_early()) == (launches, launches - 1)
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 12, 16])

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <string>
+#include <vector>
 
 #include "report.h"
 
@@ -16,31 +17,31 @@ class DeviceMemory {
   DeviceMemory(const DeviceMemory&) = delete;
   DeviceMemory& operator=(const DeviceMemory&) = delete;
   ~DeviceMemory() {
-    if (memory_) cudaFree(memory_);
+    for (void* block : blocks_) cudaFree(block);
   }
 
-  // Returns the memory. The first call allocates it and copies initial() to it; kernels may change it. Returns nullptr
-  // if initial() is empty.
-  template <class Initial>
-  void* get(Initial initial) {
-    if (memory_) return memory_;
-    const std::string content = initial();
-    if (content.empty()) return nullptr;
+  // Returns memory of at least the size of `initial`, which kernels may change; nullptr if `initial` is empty. Memory
+  // is allocated, and `initial` copied to it, if there is none or it is too small. Smaller memory stays: a captured
+  // CUDA graph may use it.
+  void* get(const std::string& initial) {
+    if (initial.size() <= size_) return blocks_.empty() ? nullptr : blocks_.back();
     void* memory = nullptr;
-    check(cudaMalloc(&memory, content.size()));
-    cudaError_t error = cudaMemcpy(memory, content.data(), content.size(), cudaMemcpyHostToDevice);
+    check(cudaMalloc(&memory, initial.size()));
+    cudaError_t error = cudaMemcpy(memory, initial.data(), initial.size(), cudaMemcpyHostToDevice);
     // A copy from pageable memory may still be under way.
     if (error == cudaSuccess) error = cudaStreamSynchronize(nullptr);
     if (error != cudaSuccess) cudaFree(memory);
     check(error);
-    return memory_ = memory;
+    blocks_.push_back(memory), size_ = initial.size();
+    return memory;
   }
 
  private:
   static void check(cudaError_t error) {
     if (error != cudaSuccess) throw Refusal(std::string("device memory: ") + cudaGetErrorString(error));
   }
-  void* memory_ = nullptr;
+  std::vector<void*> blocks_;
+  size_t size_ = 0;  // of the last block
 };
 
 }  // namespace kv::tensorrt

@@ -114,8 +114,14 @@ struct VoteAttention {
     if (a.tokens > 1) a.tokens = 1, each_batch(a, use);
   }
 
-  // The initial content of the instance's device memory: the kernels' counters.
-  std::string initial_memory() const { return std::string(KV_CUDA_COUNTER_BYTES, '\0'); }
+  // The initial content of the instance's device memory: a counter for each KV head of the call, rounded up so that
+  // memory grows rarely. Counters are the instance's own, since TensorRT may run two layers at the same time.
+  static std::string initial_memory(const Arguments& a) {
+    const size_t needed = sizeof(int) * a.batch * a.heads;
+    size_t bytes = needed ? 256 : 0;
+    while (bytes < needed) bytes *= 2;
+    return std::string(bytes, '\0');
+  }
 
   static const char* run(Arguments a, KvCuda where, void* counters, const void* const* inputs, int count,
                          void* const* outputs) {
@@ -174,7 +180,7 @@ struct MergeCache {
   }
 
   // The initial content of the instance's device memory: the inverse frequencies.
-  std::string initial_memory() const {
+  std::string initial_memory(const Arguments&) const {
     const char* bytes = reinterpret_cast<const char*>(inverse_frequencies.data());
     return std::string(bytes, inverse_frequencies.size() * sizeof(float));
   }

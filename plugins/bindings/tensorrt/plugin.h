@@ -68,7 +68,7 @@ class Plugin final : public nvinfer1::IPluginV3,
     return guarded<nvinfer1::IPluginV3*>(nullptr, [&] {
       std::unique_ptr<Plugin> copy(new Plugin(fields_));
       copy->call_ = call_, copy->inputs_ = inputs_, copy->workspace_size_ = workspace_size_;
-      if (device_memory_) copy->device_memory_ = copy->memory_.get([&] { return copy->operator_.initial_memory(); });
+      if (inputs_) copy->device_memory_ = copy->memory_.get(operator_.initial_memory(call_));
       return copy.release();
     });
   }
@@ -156,7 +156,7 @@ class Plugin final : public nvinfer1::IPluginV3,
       operator_.set_types(call_, types_of(in, inputs, [](const PluginTensorDesc& x) { return x.type; }));
       inputs_ = inputs;
       workspace_size_ = workspace_of(call_);
-      device_memory_ = memory_.get([&] { return operator_.initial_memory(); });
+      device_memory_ = memory_.get(operator_.initial_memory(call_));
       return 0;
     });
   }
@@ -175,7 +175,7 @@ class Plugin final : public nvinfer1::IPluginV3,
   nvinfer1::IPluginV3* attachToContext(nvinfer1::IPluginResourceContext*) noexcept override {
     return guarded<nvinfer1::IPluginV3*>(nullptr, [&] {
       std::unique_ptr<Plugin> attached(new Plugin(fields_));
-      attached->memory_.get([&] { return attached->operator_.initial_memory(); });
+      attached->memory_.get(operator_.initial_memory({}));
       return attached.release();
     });
   }

@@ -148,7 +148,7 @@ struct Host {
   bool late_copies = false;
   int multiprocessors = 4;
   size_t shared_limit = 101376;  // of compute capability 8.6, 8.9 and 12.0, the smallest
-  int began = 0;                 // KvCuda.begin of the last call
+  int launches = 0, early = 0;   // of the last call; how many of them may begin early on a device
   int place(int i, int count) const {
     if (order == kBackward) return count - 1 - i;
     if (order == kScattered)

@@ -20,9 +20,10 @@ namespace cuda {
 struct Device {
   int number;
   int multiprocessors;
-  size_t shared_limit;  // the most bytes of shared memory of a block
-  bool runs;            // false: launches are only checked
-  bool early = false;   // whether launches begin while the one before ends
+  size_t shared_limit;            // the most bytes of shared memory of a block
+  bool runs;                      // false: launches are only checked
+  bool early = false;             // whether launches of one call begin while the one before ends
+  mutable bool launched = false;  // whether the call has launched a kernel
 };
 
 constexpr size_t kOfIsLast = 16;  // bytes of a block's shared memory that Block::is_last uses
@@ -127,8 +128,10 @@ const char* launch(const typename Kernel::Args& args, size_t blocks, size_t shar
   if (!device.runs) return nullptr;
   if (const char* problem = allow<Kernel>(shared, device)) return problem;
   const unsigned count = static_cast<unsigned>(blocks);
+  const bool first = !device.launched;
+  device.launched = true;
 #if CUDART_VERSION >= 12030
-  if (device.early) {
+  if (device.early && !first) {
     cudaLaunchAttribute early{};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
@@ -157,8 +160,8 @@ inline const char* copy_rows(void* to, size_t to_apart, const void* from, size_t
 using Stream = void*;
 
 inline const char* this_device(Device* device, int begin = KV_CUDA_IN_ORDER) {
-  host().began = begin;
-  *device = {0, host().multiprocessors, host().shared_limit, true};
+  host().launches = host().early = 0;
+  *device = {0, host().multiprocessors, host().shared_limit, true, begin != KV_CUDA_IN_ORDER};
   return nullptr;
 }
 
@@ -187,6 +190,8 @@ const char* launch(const typename Kernel::Args& args, size_t blocks, size_t shar
     checked() += std::string(typeid(Kernel).name()) + " " + std::to_string(blocks) + "\n";
     return nullptr;
   }
+  ++host().launches, host().early += device.early && device.launched;
+  device.launched = true;
 #ifdef KV_PTX
   return ptx::launch(typeid(Kernel).name(), &args, sizeof args, blocks, Kernel::kThreads, shared, host().order,
                      host().late_copies);

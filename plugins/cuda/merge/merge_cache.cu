@@ -295,12 +295,13 @@ extern "C" const char* kv_cuda_target(void) {
 #ifndef __CUDACC__
 // For tests: sets how the host runs (../core/block.h). order: a value of kv::cuda::Host's enumeration, 0 to 2.
 extern "C" void kv_host_set(int order, int late_copies, int multiprocessors, size_t shared_limit) {
-  kv::cuda::host() = {order, late_copies != 0, multiprocessors, shared_limit, 0};
+  kv::cuda::host() = {order, late_copies != 0, multiprocessors, shared_limit, 0, 0};
   kv::cuda::checked().clear();
 }
-// For tests: return KvCuda.begin of the last call; the launches that were only checked since kv_host_set, one a line;
-// and how many items a share has (share_of).
-extern "C" int kv_host_began(void) { return kv::cuda::host().began; }
+// For tests: return the launches of the last call; how many of them may begin early; the launches that were only
+// checked since kv_host_set, one a line; and how many items a share has (share_of).
+extern "C" int kv_host_launches(void) { return kv::cuda::host().launches; }
+extern "C" int kv_host_early(void) { return kv::cuda::host().early; }
 extern "C" const char* kv_host_checked(void) { return kv::cuda::checked().c_str(); }
 extern "C" int kv_host_share(int share, int shares, int items, int unit) {
   const kv::cuda::Range range = kv::cuda::share_of(share, shares, items, unit);

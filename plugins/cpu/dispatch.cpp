@@ -199,7 +199,7 @@ const char* kv_cpu_vote_attention(const KvVoteAttention* call, KvRunner runner) 
   if (a.tokens < 0) return "a dimension is zero or negative";
   if (a.query_heads < 1 || a.query_heads % a.heads) return "the query heads are not a multiple of the KV heads";
   for (int h = 0; h < a.heads; ++h)
-    if (a.tokens > a.capacity[h]) return "the call brings more tokens than the cache has slots";
+    if (a.tokens > a.capacity[h]) return "the call brings more tokens than a KV head has slots";
   if (const char* problem = prefix_problem(a)) return problem;
   if (a.batch == 0) return nullptr;
   kernels().vote_attention(a, runner);

@@ -305,6 +305,7 @@ def test_the_fix_changes_the_outcome(
     file: str, part: str, command: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     places, site = Places(tmp_path, request), site_of(file, part)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     command = re.sub(r" (?=[a-z]+\.[a-z_.]+=)", " --set ", command)
     failing = [x for argument in command.split() for x in places.filled(argument)]

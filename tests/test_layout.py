@@ -24,6 +24,7 @@ ORDER = [
     "machine",
     "paths",
     "packages",
+    "images",
     "schema",
     "methods",
     "sections",  # of the backends: the settings that a recipe may have for them

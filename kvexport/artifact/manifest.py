@@ -16,6 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from kvexport.artifact.digests import built_again
 from kvexport.errors import ArtifactError
+from kvexport.images.tiles import ImageSpec
 from kvexport.plan.cache import CachePlan, LayerCache
 from kvexport.recipe.cache import CacheSection
 from kvexport.recipe.divergence import Divergence
@@ -50,9 +51,10 @@ class Graphs:
     decoder: str
     merge: str | None  # merge, or None if no layer merges
     top_logits: str | None = None  # graph that finds the largest logits. Older artifacts have none.
+    vision: str | None = None  # image encoder, or None if the artifact reads no images
 
     def files(self) -> Iterator[tuple[str, str]]:
-        graphs = ((name, getattr(self, name)) for name in ("decoder", "merge", "top_logits"))
+        graphs = ((name, getattr(self, name)) for name in ("decoder", "merge", "top_logits", "vision"))
         yield from ((name, file) for name, file in graphs if file is not None)
 
 
@@ -81,6 +83,8 @@ class Manifest:
     adapters: Mapping[str, tuple[Count, Count]] = field(default_factory=dict)
     # How far the cache was from the full one when it was built, if that was measured
     divergence: Divergence | None = None
+    images: ImageSpec | None = None  # how images are read; None if the artifact reads none
+    no_images: str = ""  # why it reads none, if its model does
     # Additions of each backend to the ONNX graphs, by the backend's name and in its own format
     engines: Mapping[str, Any] = field(default_factory=dict)
     # Every file except the manifest by its relative POSIX path; empty until the files are digested
@@ -107,13 +111,15 @@ class Manifest:
             "model": asdict(self.model),
             "cache": self.cache.to_json(),
             **self.cache.recurrent_json(),
-            "graphs": asdict(self.graphs),
+            "graphs": {name: file for name, file in asdict(self.graphs).items() if name != "vision" or file},
             "top_logits": self.top_logits,
             "limits": asdict(self.limits),
             "operators": dict(self.operators),
             "versions": dict(self.versions),
             **({"adapters": {name: list(sizes) for name, sizes in self.adapters.items()}} if self.adapters else {}),
             **({"divergence": asdict(self.divergence)} if self.divergence else {}),
+            **({"images": asdict(self.images)} if self.images else {}),
+            **({"no_images": self.no_images} if self.no_images else {}),
             "engines": dict(self.engines),
             "contract_version": self.contract_version,
         }
@@ -139,6 +145,8 @@ def parse_manifest(root: Path, raw: Mapping[str, Any]) -> Manifest:
         raise unusable(root, "cache", f"has {caches} entries, model.layers is {layers}")
     if query_heads != caches:
         raise unusable(root, "model.query_heads", f"has {query_heads} entries, model.layers is {layers}")
+    if (manifest.images is None) != (manifest.graphs.vision is None):
+        raise unusable(root, "images", "should be there if graphs.vision is, and only then")
     if bool(manifest.adapters) != bool(manifest.recipe.adapters.count):
         raise unusable(root, "adapters", f"has {len(manifest.adapters)} projections, unlike its recipe")
     _check_limits(root, manifest)

@@ -118,6 +118,7 @@ class Backend(ABC):
         prepared: The files that `preparation` may add to an artifact; empty if the ONNX graphs are enough.
         verified: The files whose digests `load` compares itself, when it reads them.
         runs_adapters: Whether the backend runs decoders that take LoRA adapters.
+        runs_images: Whether the backend runs image encoders, and decoders that take rows of images.
     """
 
     name: ClassVar[str]
@@ -126,6 +127,7 @@ class Backend(ABC):
     prepared: ClassVar[frozenset[str]] = frozenset()
     verified: ClassVar[frozenset[str]] = frozenset()
     runs_adapters: ClassVar[bool] = False
+    runs_images: ClassVar[bool] = False
 
     @abstractmethod
     def problems(self, recipe: Recipe) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvexport.backends.rows import Rows
+    from kvexport.images.rows import CallImages
     from kvexport.plan.cache import CachePlan
 
 # A function that returns a given number of bytes of zeros in the host's memory, as an array of uint8. It raises
@@ -61,6 +62,14 @@ class ModelState(LaneState, Protocol):
     # Whether the state has `begin` and `follow`, with which the device computes a decode call before the host has read
     # the tokens of the one before
     runs_ahead: bool = False
+
+    def decode_images(
+        self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int, images: CallImages
+    ) -> NDArray[np.float32]:
+        """Append tokens to batch lanes and return logits, as `decode` does, with rows of images in some places."""
+        if images.image_places.any():
+            raise NotImplementedError
+        return self.decode(input_ids, query_length, first)
 
     def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Rows:
         """Append one token [n, 1] to each of n batch lanes, like `decode`, but leave the logits on the device.
@@ -137,4 +146,12 @@ class LoadedModel(Protocol):
 
     def new_state(self, plan: CachePlan, lanes: int, memory: Memory | None = None) -> ModelState:
         """Return a state of empty KV caches for a batch of sequences."""
+        ...
+
+
+class ImageEncoder(Protocol):
+    """A loaded model whose artifact reads images."""
+
+    def encode_tile(self, pixels: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the rows [rows, hidden] of an image's tile [1, 3, height, width]."""
         ...

@@ -28,6 +28,7 @@ from kvexport.errors import UsageError
 if TYPE_CHECKING:
     from kvexport.engine.completion import Completion
     from kvexport.engine.engine import Engine
+    from kvexport.images.rows import PromptImages
     from kvexport.language.settings import GenerationSettings
 
 
@@ -62,6 +63,13 @@ def generate(
     system: Annotated[
         str | None,
         prompt_option(metavar="TEXT", help="Send this system message first. Implies --chat."),
+    ] = None,
+    image: Annotated[
+        list[Path] | None,
+        prompt_option(
+            metavar="FILE",
+            help="Put this image before the prompt, or in place of the model's marker in it; repeatable.",
+        ),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
@@ -131,8 +139,8 @@ def generate(
     )
     settings = engine.settings(do_sample=sample, **drawing, **others)
     use_chat = chat if chat is not None else True if system is not None else None
-    ids = _encode(engine, text, system, use_chat, plain=prompt not in (None, "-"))
-    completion = print_stream(engine, ids, settings, next(iter(adapters), None), quiet=as_json)
+    ids, images = _encode(engine, text, system, use_chat, image or [], plain=prompt not in (None, "-"))
+    completion = print_stream(engine, ids, settings, next(iter(adapters), None), images=images, quiet=as_json)
     figures = statistics(engine)
     if as_json:
         print_json({"artifact": str(engine.path), **vars(completion), "settings": vars(settings), "stats": figures})
@@ -172,8 +180,14 @@ def read_prompt(prompt: str | None, file: Path | None, token_ids: str | None) ->
 
 
 def _encode(
-    engine: Engine, prompt: str | list[int], system: str | None, chat: bool | None, *, plain: bool
-) -> list[int]:
+    engine: Engine,
+    prompt: str | list[int],
+    system: str | None,
+    chat: bool | None,
+    images: Sequence[Path],
+    *,
+    plain: bool,
+) -> tuple[list[int], PromptImages | None]:
     """Return the token ids of the prompt; if `chat` is true, the prompt is a message in the chat template.
 
     With `chat` None the template is used, and a line on stderr says so, if the prompt is on the command line (`plain`)
@@ -186,14 +200,24 @@ def _encode(
         chat = True
     if chat:
         messages = [{"role": "system", "content": system}] if system is not None else []
-        ids = engine.encode_chat([*messages, {"role": "user", "content": prompt}])
+        parts = [*({"type": "image", "image": file} for file in images), {"type": "text", "text": prompt}]
+        message = {"role": "user", "content": parts if images else prompt}
+        ids, encoded = engine.encode_chat_with_images([*messages, message])
+    elif images:
+        ids, encoded = engine.encode_with_images(prompt, images)
     else:
-        ids = engine.encode(prompt)
-    return [int(i) for i in ids]
+        ids, encoded = engine.encode(prompt), None
+    return [int(i) for i in ids], encoded
 
 
 def print_stream(
-    engine: Engine, ids: Sequence[int], settings: GenerationSettings, adapter: str | None = None, *, quiet: bool
+    engine: Engine,
+    ids: Sequence[int],
+    settings: GenerationSettings,
+    adapter: str | None = None,
+    *,
+    images: PromptImages | None = None,
+    quiet: bool,
 ) -> Completion:
     """Generate an answer, print its text as soon as it is final unless `quiet`, and return the completion."""
     from kvexport.engine.completion import Completion
@@ -208,7 +232,7 @@ def print_stream(
             bar.advance(tokens - done)
             done = tokens
 
-        stream = engine.stream(ids, settings, adapter=adapter, on_prefill=advance)
+        stream = engine.stream_encoded([(ids, images)], settings, adapter, on_prefill=advance)
         token = next(stream)
     while True:
         completion.token_ids.append(token.id)

@@ -18,6 +18,7 @@ from kvexport.engine.prefixes import Prefixes
 from kvexport.engine.request import DECODING, Request, Timing
 from kvexport.engine.speculation import Drafter
 from kvexport.errors import KvexportError
+from kvexport.images.rows import call_images
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class ModelCalls:
         start = time.perf_counter()
         chunks = [request.ids[request.done :][: self._chunk] for request in requests]
         unread = [request.lane for request, chunk in zip(requests, chunks, strict=True) if len(chunk) < request.unread]
-        logits = self._pool.lanes.append(chunks, first=requests[0].lane, prefill=True, unread=unread)
+        images = call_images([(r.places[r.done :][: self._chunk], r.images) for r in requests])
+        logits = self._pool.lanes.append(chunks, first=requests[0].lane, prefill=True, unread=unread, images=images)
         cost = (time.perf_counter() - start) / (len(chunks) * max(map(len, chunks)))
         self._row_seconds += (cost - self._row_seconds) * (0.2 if self._row_seconds else 1.0)
         last = [len(chunk) - 1 if logits.shape[1] > 1 else 0 for chunk in chunks]

@@ -27,6 +27,7 @@ from kvexport.engine.scheduler import Schedule, Scheduler
 from kvexport.engine.speculation import drafter_of
 from kvexport.engine.turns import Turns
 from kvexport.errors import DeadlineError, KvexportError, QueueFullError, UsageError
+from kvexport.images.rows import places_of
 from kvexport.language.chat import read_json
 from kvexport.language.grammar import Grammars
 from kvexport.language.settings import GenerationSettings
@@ -156,10 +157,14 @@ class EngineCore:
             if request.start is not None:
                 self.origin.check(request.start.origin)
             request.load_adapter(self.adapters)
-            request.prepare(self.encode(request.prompt, after=request.start), self.settings(), self.grammars)
+            ids = self.encode(request.prompt, after=request.start)
+            new = len(ids) if request.start is None else len(ids) - len(request.start.ids)
+            places = places_of(ids[len(ids) - new :], request.images, self.manifest.images)
+            request.prepare(ids, self.settings(), self.grammars)
+            request.places = np.concatenate([np.zeros(len(ids) - new, np.int64), places])
             request.timing.prompt_tokens += request.unread
             if self.prefixes is not None and not request.done:
-                request.keys = self.prefixes.keys(request.ids, request.digest)
+                request.keys = self.prefixes.keys(request.keyed_ids, request.digest)
             self._requests[request.id] = request
             self._scheduler.add(request)
             return request.id
@@ -185,6 +190,11 @@ class EngineCore:
             request = self._requests.get(request_id)
             if request is None:
                 raise UsageError(f"there is no request {request_id} that has not finished", "one that waits or runs")
+            if request.places[request.done :].any():
+                raise UsageError(
+                    f"request {request_id} has images that are not read yet, which no snapshot holds",
+                    "preempt it after its prompt was read, or cancel it",
+                )
             request.keep = True
             self._take_out(request, "preempted")
             assert request.snapshot is not None
@@ -273,7 +283,7 @@ class EngineCore:
         timing.over_budget += round(max(0.0, len(request.ids) - lanes.budget))
 
     def _take_out(self, request: Request, reason: FinishReason) -> None:
-        if request.keep:
+        if request.keep and not request.places[request.done :].any():  # a snapshot holds no images
             request.snapshot = self._snapshot(request)
         self._requests.pop(request.id)
         request.finish(reason)

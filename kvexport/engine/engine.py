@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvexport.backends.model_state import ImageEncoder
 from kvexport.engine.completion import Completion, as_batch, collect, tokens_of
 from kvexport.engine.core import EngineCore
 from kvexport.engine.options import EngineOptions
 from kvexport.engine.request import Bundle, Processors, Prompt, Request, as_processors
 from kvexport.errors import UsageError
-from kvexport.language.chat import ChatTemplate, Message, read_chat_template
+from kvexport.images.decode import ImageInput
+from kvexport.images.rows import PromptImages, encode_images, with_images
+from kvexport.language.chat import ChatTemplate, Message, images_of_messages, read_chat_template
 from kvexport.language.settings import GenerationSettings
 from kvexport.language.token import Token
 from kvexport.language.tokenizer import FILE_NAME
@@ -53,6 +56,7 @@ class Engine(EngineCore):
         prompts: Prompt | Sequence[Prompt],
         settings: GenerationSettings | None = None,
         *,
+        images: Sequence[ImageInput] | Sequence[Sequence[ImageInput]] = (),
         adapter: str | None = None,
         logits_processor: Processors = None,
         on_prefill: Callable[[int, int], None] | None = None,
@@ -66,6 +70,8 @@ class Engine(EngineCore):
         Args:
             prompts: Text or token ids, or a list of either.
             settings: The settings; None takes `self.settings(**overrides)`.
+            images: The images of the prompt, or a list of images for each prompt: paths, bytes of files, or images of
+                Pillow. They stand where the prompt has the model's marker (`<image>` in most models), or before it.
             adapter: The name of the LoRA adapter that answers; None for the model without one.
             logits_processor: A function, or several, called before every token with the token ids of prompt and answer,
                 [n] int64, and the logits, [vocabulary] float32. It returns the logits to choose from.
@@ -79,20 +85,81 @@ class Engine(EngineCore):
             UsageError: A prompt or a setting cannot be used.
             Exception: The error of a sequence that failed, after the other sequences have ended.
         """
-        batch = [self.encode(p) for p in as_batch(prompts)]
-        generation = settings or self.settings(**overrides)
+        batch = self._encoded(prompts, images)
+        return self.stream_encoded(batch, settings or self.settings(**overrides), adapter, logits_processor, on_prefill)
+
+    def stream_encoded(
+        self,
+        prompts: Sequence[tuple[Prompt, PromptImages | None]],
+        settings: GenerationSettings,
+        adapter: str | None = None,
+        logits_processor: Processors = None,
+        on_prefill: Callable[[int, int], None] | None = None,
+    ) -> Iterator[Token]:
+        """Generate answers token by token as `stream` does, to prompts from `encode_with_images`.
+
+        Args:
+            prompts: Token ids of each prompt, and its encoded images; None without images.
+            settings: The settings.
+            adapter: See `stream`.
+            logits_processor: See `stream`.
+            on_prefill: See `stream`.
+        """
+        batch = [(self.encode(prompt), images) for prompt, images in prompts]
         self._check_count(len(batch))
         bundle, processors = Bundle(), as_processors(logits_processor)
         requests = [
-            Request(ids, generation, bundle, i, processors=processors, adapter=adapter) for i, ids in enumerate(batch)
+            Request(ids, settings, bundle, i, processors=processors, adapter=adapter, images=images)
+            for i, (ids, images) in enumerate(batch)
         ]
         return tokens_of(self, requests, bundle, on_prefill)
+
+    def _encoded(
+        self, prompts: Prompt | Sequence[Prompt], images: Sequence[Any]
+    ) -> list[tuple[NDArray[np.int64], PromptImages | None]]:
+        """Return the token ids of each prompt, and its encoded images."""
+        batch = as_batch(prompts)
+        if not images:
+            return [(self.encode(prompt), None) for prompt in batch]
+        single = isinstance(prompts, str) or isinstance(prompts[0], int | np.integer)
+        lists = [images] if single else list(images)
+        if len(lists) != len(batch) or not all(isinstance(one, list | tuple) for one in lists):
+            raise UsageError(
+                f"images are not given for each of {len(batch)} prompts", "images=[[IMAGE, ...], ...], a list for each"
+            )
+        pairs = zip(batch, lists, strict=True)
+        return [self.encode_with_images(p, one) if one else (self.encode(p), None) for p, one in pairs]
+
+    def encode_with_images(
+        self, prompt: Prompt, images: Sequence[ImageInput], *, add_special_tokens: bool = True
+    ) -> tuple[NDArray[np.int64], PromptImages]:
+        """Return the token ids of a prompt with images, [n] int64, and the encoded images, for `Request.images`.
+
+        Args:
+            prompt: Text, or token ids that have a placeholder for each row of the images.
+            images: The images, in their order in the prompt.
+            add_special_tokens: Whether the tokenizer adds its special tokens to a text.
+
+        Raises:
+            UsageError: The artifact reads no images, or an image cannot be read.
+            EnvironmentProblem: Pillow is not installed.
+        """
+        spec = self.manifest.images
+        if spec is None:
+            reason = self.manifest.no_images or "its model reads text alone"
+            raise UsageError(f"the artifact reads no images: {reason}", "leave out the images")
+        encoded, texts = encode_images(images, spec, cast(ImageEncoder, self.model).encode_tile)
+        if isinstance(prompt, str) and self.tokenizer is not None:
+            text = with_images(prompt, texts, spec)
+            prompt = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self.encode(prompt), encoded
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         settings: GenerationSettings | None = None,
         *,
+        images: Sequence[ImageInput] | Sequence[Sequence[ImageInput]] = (),
         adapter: str | None = None,
         logits_processor: Processors = None,
         **overrides: Any,
@@ -102,6 +169,7 @@ class Engine(EngineCore):
         Args:
             prompts: Text or token ids, or a list of either.
             settings: The settings; None takes `self.settings(**overrides)`.
+            images: See `stream`.
             adapter: See `stream`.
             logits_processor: See `stream`.
             overrides: See `settings`; ignored if `settings` is not None.
@@ -113,9 +181,9 @@ class Engine(EngineCore):
             UsageError: A prompt or a setting cannot be used.
             Exception: The error of a sequence that failed.
         """
-        batch = [self.encode(p) for p in as_batch(prompts)]
-        stream = self.stream(batch, settings, adapter=adapter, logits_processor=logits_processor, **overrides)
-        return collect([len(ids) for ids in batch], stream)
+        batch = self._encoded(prompts, images)
+        stream = self.stream_encoded(batch, settings or self.settings(**overrides), adapter, logits_processor)
+        return collect([len(ids) for ids, _ in batch], stream)
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
@@ -135,11 +203,39 @@ class Engine(EngineCore):
         Raises:
             UsageError: The artifact has no chat template, or the template refuses the messages.
         """
+        text = self._chat_text(messages, tools, variables)
+        assert self.tokenizer is not None
+        return self.encode(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _chat_text(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any]
+    ) -> str:
         if self.chat_template is None or self.tokenizer is None:
             lacks = "chat template" if self.chat_template is None else f"{FILE_NAME}, so a prompt cannot be text"
             raise UsageError(f"the artifact has no {lacks}", "pass a prompt to generate, or build an instruct model")
-        text = self.chat_template.render(messages, tools, **variables)
-        return self.encode(self.tokenizer.encode(text, add_special_tokens=False))
+        return self.chat_template.render(messages, tools, **variables)
+
+    def encode_chat_with_images(
+        self, messages: Sequence[Message], **variables: Any
+    ) -> tuple[NDArray[np.int64], PromptImages | None]:
+        """Return the token ids of a conversation, as `encode_chat` does, and its encoded images.
+
+        Args:
+            messages: Messages whose content may be a list of parts. A part {"type": "image", "image": IMAGE} has an
+                image: a path, the bytes of a file, or an image of Pillow.
+            variables: Variables of the chat template.
+
+        Raises:
+            UsageError: The artifact has no chat template that shows images, or an image cannot be read.
+        """
+        plain, images = images_of_messages(messages)
+        if not images:
+            return self.encode_chat(messages, **variables), None
+        text = self._chat_text(plain, None, variables)
+        spec = self.manifest.images
+        if spec is not None and text.count(spec.marker) != len(images):
+            raise UsageError("the chat template does not show every image", "generate with a prompt in place of chat")
+        return self.encode_with_images(text, images, add_special_tokens=False)
 
     @overload
     def chat(
@@ -172,7 +268,8 @@ class Engine(EngineCore):
         """Generate the answer to a conversation of chat messages.
 
         Args:
-            messages: Mappings with "role" and "content", the last one the user's.
+            messages: Mappings with "role" and "content", the last one the user's. For images see
+                `encode_chat_with_images`.
             settings: The settings; None takes `self.settings(**overrides)`.
             stream: True returns an iterator of tokens, each as soon as it is chosen.
             overrides: See `settings`; also `adapter` and `logits_processor`.
@@ -180,7 +277,7 @@ class Engine(EngineCore):
         Raises:
             UsageError: The artifact has no chat template, or messages or settings cannot be used.
         """
-        prompt = self.encode_chat(messages).tolist()
-        if stream:
-            return self.stream([prompt], settings, **overrides)
-        return self.generate([prompt], settings, **overrides)[0]
+        prompt, images = self.encode_chat_with_images(messages)
+        own = {name: overrides.pop(name, None) for name in ("adapter", "logits_processor")}
+        tokens = self.stream_encoded([(prompt, images)], settings or self.settings(**overrides), **own)
+        return tokens if stream else collect([len(prompt)], tokens)[0]

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from kvexport.backends.lane_state import with_whole_rings, without_replaced
 from kvexport.backends.model_state import LaneState, ModelState
+from kvexport.images.rows import CallImages
 from kvexport.plan.cache import CachePlan
 from kvexport.recipe.fields import MOST
 from kvexport.state.lane import Counters, Saved
@@ -167,12 +169,15 @@ class Lanes:
         first: int | None = None,
         prefill: bool = False,
         unread: Collection[int] = (),
+        images: CallImages | None = None,
     ) -> NDArray[np.float32]:
         """Append tokens to lanes, then merge (compress) the KV caches that are due, and return logits.
 
         A chunk of a prompt may merge at once; decoded tokens merge after every `merge_every` of them.
         """
         decode = self.state.decode if prefill else self.state.advance
+        if images is not None:
+            decode = partial(self._state().decode_images, images=images)
         return self.append_by(decode, tokens, first=first, prefill=prefill, unread=unread)
 
     def append_by(

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from kvexport.backends.adapters import Adapter, Adapters
 from kvexport.backends.lane_state import slot_places
 from kvexport.errors import SnapshotError, UsageError
+from kvexport.images.rows import PromptImages
 from kvexport.language.grammar import Grammars
 from kvexport.language.sampling import LogitsProcessor, Sampler
 from kvexport.language.settings import GenerationSettings
@@ -136,12 +137,14 @@ class Request:
         processors: Functions that change the logits.
         adapter: The name of the LoRA adapter that answers; None for the model without one, or, if the request resumes a
             snapshot's answer, for the snapshot's adapter.
+        images: The encoded images of the prompt, from `Engine.encode_with_images`.
         id: The engine's number of the request, from 1. This and all following attributes are written by the engine.
         state: Waiting, prefilling, decoding or finished.
         lane: The lane; -1 without one.
         begun: The time of `time.perf_counter()` at which the request first got a lane.
         parked: The saved lane of a request that was preempted.
         ids: Token ids of `start` and of the prompt, [n] int64.
+        places: For each of `ids` the row of `images` in its place, from 1; 0 for none.
         done: The number of `ids` that have been read.
         tokens: The answer.
         finish_reason: The reason why the answer ended.
@@ -168,12 +171,14 @@ class Request:
     deadline: float | None = None
     processors: Sequence[LogitsProcessor] = ()
     adapter: str | None = None
+    images: PromptImages | None = field(default=None, repr=False)
     id: int = field(default=0, init=False)
     state: State = field(default=WAITING, init=False)
     lane: int = field(default=-1, init=False)
     begun: float = field(default=0.0, init=False)
     parked: Saved | None = field(default=None, init=False, repr=False)
     ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64), init=False)
+    places: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64), init=False, repr=False)
     done: int = field(default=0, init=False)
     tokens: list[Token] = field(default_factory=list, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
@@ -210,6 +215,7 @@ class Request:
             deadline=self.deadline,
             processors=self.processors,
             adapter=self.adapter,
+            images=self.images,
         )
 
     def initialize(self, ids: Ids, sampler: Sampler, text: TextStream | None, done: int = 0) -> None:
@@ -287,6 +293,13 @@ class Request:
     def digest(self) -> str | None:
         """The digest of the request's adapter; None for the model without one."""
         return None if self.loaded is None else self.loaded.digest
+
+    @property
+    def keyed_ids(self) -> NDArray[np.int64]:
+        """The `ids`, with keys of images in the places of their rows: equal for equal prompts with equal images."""
+        if self.images is None:
+            return self.ids
+        return np.where(self.places > 0, self.images.keys[self.places - 1], self.ids)
 
     @property
     def unread(self) -> int:

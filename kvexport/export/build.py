@@ -109,6 +109,7 @@ def build(
     with staging(out) as folder, _collector_paused():
         from kvexport.export import stages
         from kvexport.export.texts import copy_texts
+        from kvexport.export.vision import read_vision
 
         with progress("reading the checkpoint", None):
             shape = read_model(recipe)
@@ -116,11 +117,13 @@ def build(
                 shape = shape._replace(plan=plan)
             copy_texts(shape.checkpoint, folder, stages.vocabulary_of(shape))
             read = shape.checkpoint.facts()
-        specs = stages.choose_weights(shape, recipe, progress)
-        traced = stages.trace_and_write(shape, specs, recipe, folder, shared, progress)
+            vision = read_vision(shape, recipe) if shared is None else ""
+        specs = stages.choose_weights(shape, recipe, progress, vision)
+        images = not isinstance(vision, str)
+        traced = stages.trace_and_write(shape, specs, recipe, folder, shared, progress, images)
         with progress("writing graphs", None):
-            graphs = stages.write_graphs(traced, shape, specs, recipe, folder)
-            manifest = stages.describe(recipe, name, shape, graphs, specs, traced)
+            graphs = stages.write_graphs(traced, shape, specs, recipe, folder, vision)
+            manifest = stages.describe(recipe, name, shape, graphs, specs, traced, vision)
             manifest = replace(manifest, divergence=divergence)
         if prepare is not None:
             manifest = prepare(folder, manifest, progress)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -27,12 +27,13 @@ from kvexport.artifact.manifest import Graphs, Limits, Manifest, ModelFacts
 from kvexport.export.forked import forked
 from kvexport.export.graph import tracer
 from kvexport.export.graph.adapters import put_adapters
-from kvexport.export.graph.graphs import attention_functions, finish_decoder, merge_model, open_slots
+from kvexport.export.graph.graphs import attention_functions, finish_decoder, finish_encoder, merge_model, open_slots
 from kvexport.export.graph.top_logits import COUNT, top_logits_model
-from kvexport.export.model.hf_model import length_notes, text_part_notes
+from kvexport.export.model.hf_model import length_notes
 from kvexport.export.model.shape import ModelShape
 from kvexport.export.passes import DECODER_PASSES, GRAPH_CHECKS
 from kvexport.export.passes.linear.adapters import ADAPTERS
+from kvexport.export.vision import Vision
 from kvexport.export.weights.specs import packed_formats, packings, stored_specs, weight_notes, weight_specs
 from kvexport.export.weights.write import (
     SharedWeights,
@@ -70,11 +71,16 @@ def vocabulary_of(shape: ModelShape) -> int:
     return count
 
 
-def choose_weights(shape: ModelShape, recipe: Recipe, progress: ShowProgress) -> list[Spec]:
+def choose_weights(shape: ModelShape, recipe: Recipe, progress: ShowProgress, vision: Vision | str = "") -> list[Spec]:
     """Return the specs of an artifact's weights (copied, cast or rounded), and show notes for the user."""
     specs = stored_specs(weight_specs(shape.checkpoint, shape.model, recipe), recipe)
     config = shape.model.config
-    notes = [*text_part_notes(config), *length_notes(config, recipe.rotary_length)]
+    notes = length_notes(config, recipe.rotary_length)
+    if isinstance(vision, Vision):
+        own = {spec.name for spec in specs}
+        specs += [spec for spec in vision.weights if spec.name not in own]
+    elif vision:
+        notes.insert(0, f"the text part of {config.model_type} is built, which reads no images: {vision}")
     for note in [*notes, *cache_notes(recipe, shape.plan), *weight_notes(shape.checkpoint, shape.model, recipe)]:
         with progress(f"note: {note}", None):
             pass
@@ -88,6 +94,7 @@ def trace_and_write(
     folder: Path,
     shared: SharedWeights | None,
     progress: ShowProgress,
+    images: bool = False,
 ) -> Traced:
     """Trace the model while a thread writes the weights into `folder` and another process makes the merge graph."""
     method = recipe.cache.build_method()
@@ -106,7 +113,12 @@ def trace_and_write(
             for layer, cache in zip(shape.geometry, shape.plan.caches, strict=True)
         ]
         decoder = tracer.trace_decoder(
-            shape.model, shape.mode, shape.plan, last_logits=not recipe.all_logits, attributes=attributes
+            shape.model,
+            shape.mode,
+            shape.plan,
+            last_logits=not recipe.all_logits,
+            attributes=attributes,
+            images=images,
         )
         taken = put_adapters(decoder.graph, recipe.adapters.targets) if recipe.adapters.count else {}
         functions = attention_functions(shape.plan, method, shape.geometry, recipe.model.dtype)
@@ -115,7 +127,9 @@ def trace_and_write(
         return Traced(decoder, taken, functions, merge, writing.result())
 
 
-def write_graphs(traced: Traced, shape: ModelShape, specs: list[Spec], recipe: Recipe, folder: Path) -> Graphs:
+def write_graphs(
+    traced: Traced, shape: ModelShape, specs: list[Spec], recipe: Recipe, folder: Path, vision: Vision | str = ""
+) -> Graphs:
     # On GPUs the products of adapters are nodes of their own.
     on_gpu = backends.get(recipe.backend.name).needs_gpu(recipe)
     passes = [one for one in DECODER_PASSES if not (on_gpu and one is ADAPTERS)]
@@ -136,6 +150,9 @@ def write_graphs(traced: Traced, shape: ModelShape, specs: list[Spec], recipe: R
         open_slots(decoder, shape.plan)
     graphs = Graphs("decoder.onnx", None if traced.merge is None else "merge.onnx", "top_logits.onnx")
     models = {"decoder": decoder, "merge": traced.merge, "top_logits": top_logits_model(vocabulary_of(shape))}
+    if isinstance(vision, Vision):
+        graphs = replace(graphs, vision="vision.onnx")
+        models["vision"] = finish_encoder(vision.graph, traced.written.locations, folder)
     for kind, file in graphs.files():
         model = models[kind]
         assert model is not None
@@ -146,7 +163,13 @@ def write_graphs(traced: Traced, shape: ModelShape, specs: list[Spec], recipe: R
 
 
 def describe(
-    recipe: Recipe, name: str, shape: ModelShape, graphs: Graphs, specs: Sequence[Spec], traced: Traced
+    recipe: Recipe,
+    name: str,
+    shape: ModelShape,
+    graphs: Graphs,
+    specs: Sequence[Spec],
+    traced: Traced,
+    vision: Vision | str = "",
 ) -> Manifest:
     """Return the manifest of an artifact; `name` is the user's name for it."""
     own = ("onnx", "onnxscript", "torch", "transformers", "numpy")
@@ -164,6 +187,8 @@ def describe(
         ),
         cache=shape.plan,
         adapters=traced.adapters,
+        images=vision.spec if isinstance(vision, Vision) else None,
+        no_images=vision if isinstance(vision, str) else "",
         graphs=graphs,
         top_logits=min(COUNT, vocabulary_of(shape)),
         limits=Limits(

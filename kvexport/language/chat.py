@@ -1,9 +1,9 @@
 """The checkpoint's chat template, which turns messages into the text that the model was trained to answer.
 
 The template is Jinja, as transformers' `apply_chat_template` takes it. minijinja renders it: the template sees copies
-of plain data and no private attributes, and its steps and its text are bounded. Images and other media are not
-supported. A template that prints None or a whole float gives another text: Jinja prints None and 2.0, minijinja nothing
-and 2.
+of plain data and no private attributes, and its steps and its text are bounded. A part of a message that is an image
+becomes the model's marker for one. A template that prints None or a whole float gives another text: Jinja prints None
+and 2.0, minijinja nothing and 2.
 """
 
 from __future__ import annotations
@@ -160,6 +160,26 @@ def _is_whole(text: str, messages: list[dict[str, Any]]) -> bool:
             if isinstance(arguments, dict) and arguments and str(arguments) in text:
                 return False
     return True
+
+
+def images_of_messages(messages: Sequence[Message]) -> tuple[list[Message], list[Any]]:
+    """Return messages whose parts of images are plain {"type": "image"}, and the images of these parts in order."""
+    images: list[Any] = []
+
+    def plain(part: Any) -> Any:
+        if not isinstance(part, Mapping) or part.get("type") != "image":
+            return part
+        if "image" not in part:
+            raise UsageError("a part of a message is an image without an image", '{"type": "image", "image": "FILE"}')
+        images.append(part["image"])
+        return {"type": "image"}
+
+    contents = [message.get("content") if isinstance(message, Mapping) else None for message in messages]
+    copies = [
+        {**message, "content": [plain(part) for part in content]} if isinstance(content, list) else message
+        for message, content in zip(messages, contents, strict=True)
+    ]
+    return copies, images
 
 
 def read_chat_template(folder: Path) -> ChatTemplate | None:

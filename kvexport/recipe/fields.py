@@ -106,6 +106,9 @@ class ExportSection(RecipeSection):
     logits: Literal["last", "all"] = Field(
         "last", description="Logits of the last token of a call, or of every token (needed for perplexity)."
     )
+    images: bool = Field(
+        True, description="Also build the image encoder of a model that reads images, where kvexport can export it."
+    )
 
 
 class SpeculateSection(RecipeSection):

@@ -15,6 +15,7 @@ from kvexport.backends.model_state import LaneState
 from kvexport.backends.rows import MASS_ERROR, TopLogits
 from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
+from kvexport.images.rows import CallImages
 from kvexport.plan.cache import CachePlan
 from kvexport.validate.compare import (
     LAYERS,
@@ -69,7 +70,7 @@ class Comparison:
         limits, batch = engine.manifest.limits, len(result.tokens)
         shared: dict[str, Any] = {"prefill_chunk": limits.prefill_chunk, "merge_every": limits.merge_every}
         shared["merge_prompts"] = engine.manifest.recipe.cache.merge_prompts
-        self.adapters = engine.adapters
+        self.adapters, self.images = engine.adapters, engine.manifest.images
         self.locked = LockedBackend(self, reference, self.plan, batch)
         # The reference merges by the same rule as the engine.
         self.reference_lanes = Lanes(self.locked, engine.plan, batch, **shared)
@@ -112,6 +113,8 @@ class Comparison:
         """
         phase = "decode" if feed["query_length"].max() == 1 else "prefill"
         feed = {**feed, **self.adapters.unused(len(feed["query_length"]))}
+        if self.images is not None:
+            feed |= CallImages.none(self.images, *feed["input_ids"].shape)._asdict()
         largest: dict[str, float] = {}
         length: Any = None
         if self.cut is not None:

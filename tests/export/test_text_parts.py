@@ -19,9 +19,10 @@ from transformers import (
     Qwen3VLConfig,
 )
 
+from kvexport.artifact.reading import load_manifest
 from kvexport.engine.load import load
 from kvexport.export.build import build
-from kvexport.export.model.hf_model import on_meta, text_part_notes
+from kvexport.export.model.hf_model import on_meta
 from tests.support import models
 
 TEXT = {name: value for name, value in models.SIZES.items() if not name.endswith("token_id")}
@@ -57,15 +58,11 @@ def test_logits_are_those_of_the_whole_model_and_no_encoder_is_written(name: str
         right = [model.eval()(input_ids=torch.from_numpy(x)[None]).logits[0].numpy() for x in ids]
     for actual, logits in zip(models.given_tokens_logits(load(artifact), ids, (50, 20)), right, strict=True):
         assert np.abs(actual - logits).max() <= 1e-5 * np.abs(logits).max()
+    assert load_manifest(artifact).no_images
     graph = onnx.load(artifact / "decoder.onnx", load_external_data=False).graph
     assert not any("vis" in tensor.name for tensor in graph.initializer)
     written = sum(file.stat().st_size for file in artifact.rglob("*.weights"))
     assert written < 4 * sum(p.numel() for n, p in model.named_parameters() if "vis" not in n) + (1 << 16)
-
-
-def test_a_build_notes_that_images_are_not_read() -> None:
-    assert text_part_notes(WRAPPERS["qwen3_vl"]()) == ["the text part of qwen3_vl is built: it reads no images"]
-    assert text_part_notes(models.llama()) == []
 
 
 def test_a_model_without_weights_takes_no_memory_for_parameters() -> None:

@@ -143,12 +143,15 @@ _real_trace_decoder = tracer.trace_decoder
 _traces: dict[str, Any] = {}
 
 
-def _trace_decoder(model: Any, mode: Any, plan: Any, *, last_logits: bool, attributes: Any = ()) -> Any:
+def _trace_decoder(
+    model: Any, mode: Any, plan: Any, *, last_logits: bool, attributes: Any = (), images: bool = False
+) -> Any:
     shapes = [(layer.shapes(1), layer.dtype) for layer in plan.caches]
     # Layers that read another layer's cache are traced with its attributes.
     reads = attributes if getattr(model.config.get_text_config(), "num_kv_shared_layers", 0) else ()
-    key = repr((model.config.to_json_string(), model.dtype, shapes, plan.cache_positions, last_logits, reads))
+    key = repr((model.config.to_json_string(), model.dtype, shapes, plan.cache_positions, last_logits, reads, images))
     if key not in _traces:
-        _traces[key] = _real_trace_decoder(model, mode, plan, last_logits=last_logits, attributes=attributes)
+        options = {"last_logits": last_logits, "attributes": attributes, "images": images}
+        _traces[key] = _real_trace_decoder(model, mode, plan, **options)
     # Finishing a decoder changes its graph, so each caller gets a copy.
     return _traces[key].clone()

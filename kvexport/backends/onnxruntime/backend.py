@@ -51,7 +51,7 @@ class OnnxRuntime(Backend):
         Package("onnxruntime-gpu", "onnxruntime", "1.31", "gpu", "ONNX Runtime on a GPU", needs_gpu=True),
     )
     devices = tuple(devices.PROVIDERS)
-    runs_adapters = True
+    runs_adapters = runs_images = True
 
     def device(self, recipe: Recipe) -> str:
         from kvexport.backends.onnxruntime import section
@@ -87,6 +87,7 @@ class OnnxRuntime(Backend):
         from kvexport.backends.onnxruntime import section
         from kvexport.backends.onnxruntime.model import LoadedModel
         from kvexport.backends.onnxruntime.session import require_interface
+        from kvexport.images.rows import CallImages
 
         graphs, settings = manifest.graphs, section.of(manifest.recipe)
         threads = settings.threads if options.threads is None else options.threads
@@ -120,8 +121,12 @@ class OnnxRuntime(Backend):
             float_input=options.float_input,
             graphs=device == "cuda" and (settings.cuda_graph if options.cuda_graph is None else options.cuda_graph),
             adapters=adapters,
+            vision=path / graphs.vision if graphs.vision else None,
+            images=manifest.images,
         )
         inputs = {**dict.fromkeys(DECODER_INPUTS), **adapters.shapes}
+        if manifest.images is not None:
+            inputs |= {name: x.shape for name, x in CallImages.none(manifest.images, 1, 1)._asdict().items()}
         require_interface(model.decoder, path / graphs.decoder, manifest.cache, inputs)
         if graphs.merge:
             require_interface(model.merge, path / graphs.merge, manifest.cache, {})

@@ -23,6 +23,7 @@ from kvexport.backends.onnxruntime.device_array import Array, DeviceArray, copy,
 from kvexport.backends.onnxruntime.model_sessions import DECODER, MERGE, NO_GRAPH, TOP_LOGITS, Sessions
 from kvexport.backends.onnxruntime.session import first_line
 from kvexport.backends.rows import Rows
+from kvexport.images.rows import CallImages
 from kvexport.plan.cache import CachePlan
 
 _NO_ROWS = range(0)
@@ -37,6 +38,7 @@ class _BoundCall(NamedTuple):
     inputs: SmallTensors | None = None  # tensors that the host writes
     outputs: SmallTensors | None = None  # tensors that the host reads
     logits: Array | None = None
+    images: tuple[Array, ...] = ()  # rows of images and their places, which the binding has no reference to
 
 
 class OnnxRuntimeState(ModelState):
@@ -102,18 +104,31 @@ class OnnxRuntimeState(ModelState):
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
     ) -> NDArray[np.float32]:
         """Append tokens to the sequences of batch lanes and return logits; see `LaneState.decode`."""
-        call = self._send(input_ids, query_length, first)
+        return self._run_decoder(self._send(input_ids, query_length, first))
+
+    def decode_images(
+        self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int, images: CallImages
+    ) -> NDArray[np.float32]:
+        """Append tokens, with rows of images in some of their places; see `ModelState.decode_images`."""
+        return self._run_decoder(self._send(input_ids, query_length, first, images=images))
+
+    def _run_decoder(self, call: _BoundCall) -> NDArray[np.float32]:
         assert call.logits is not None
         self._model.run(DECODER, call.binding, call.graph)
         return read(call.logits)
 
     def _send(
-        self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int, turn: int = 0
+        self,
+        input_ids: NDArray[np.int64],
+        query_length: NDArray[np.int64],
+        first: int,
+        turn: int = 0,
+        images: CallImages | None = None,
     ) -> _BoundCall:
         """Return the decoder's call for these lanes, after its inputs were copied to the device."""
         self._settle()
         count, tokens = input_ids.shape
-        call = self._decoder(first, count, tokens, turn)
+        call = self._decoder(first, count, tokens, turn, images)
         assert call.inputs is not None
         call.inputs.arrays["input_ids"][...] = input_ids
         call.inputs.arrays["query_length"][...] = query_length
@@ -254,8 +269,14 @@ class OnnxRuntimeState(ModelState):
             write(self._lanes_of(self.state[name], 0, len(array)), array)
         write(self._lanes_of(self.past_length, 0, len(past_length)), past_length)
 
-    def _decoder(self, first: int, count: int, tokens: int, turn: int = 0) -> _BoundCall:
+    def _decoder(
+        self, first: int, count: int, tokens: int, turn: int = 0, images: CallImages | None = None
+    ) -> _BoundCall:
         adapted = any(self._adapters[first : first + count])
+        if images is not None:
+            return self._bind_decoder(
+                slice(first, first + count), tokens, turn, stays=False, adapted=adapted, images=images
+            )
         key, stays = (first, count, tokens, adapted, turn), tokens == 1 and first == 0
         if not stays and key != self._other:
             self._calls[DECODER].pop(self._other, None)
@@ -301,7 +322,9 @@ class OnnxRuntimeState(ModelState):
                 return first_line(error)
         return ""
 
-    def _bind_decoder(self, lanes: slice, tokens: int, turn: int, stays: bool, *, adapted: bool) -> _BoundCall:
+    def _bind_decoder(
+        self, lanes: slice, tokens: int, turn: int, stays: bool, *, adapted: bool, images: CallImages | None = None
+    ) -> _BoundCall:
         session, count = self._model.decoder, lanes.stop - lanes.start
         inputs, logits = self._inputs(count, tokens, turn), self._logits(count, tokens, turn)
         binding = session.io_binding()
@@ -310,12 +333,18 @@ class OnnxRuntimeState(ModelState):
         bind(binding, "past_length", "present_length", self.past_length, lanes)
         for name, present in self._names:
             bind(binding, name, present, self.state[name], lanes)
+        placed: tuple[Array, ...] = ()
+        if self._model.images is not None:
+            images = images or CallImages.none(self._model.images, count, tokens)
+            placed = (self._model.on_device(images.image_rows), self._model.on_device(images.image_places))
+            for name, array in zip(images._fields, placed, strict=True):
+                bind(binding, name, None, array)
         if self._selected:
             rows = self._model.adapters.rows if adapted else 1
             bind(binding, ROWS, None, self._selected[rows], lanes)
             for name, array in self._model.adapter_tensors.items():
                 bind(binding, name, None, array, slice(rows))
-        return _BoundCall(session, binding, self._model.new_graph(DECODER, stays), inputs, logits=logits)
+        return _BoundCall(session, binding, self._model.new_graph(DECODER, stays), inputs, logits=logits, images=placed)
 
     def _bind_merge(self, first: int, last: int) -> _BoundCall:
         session = self._model.merge

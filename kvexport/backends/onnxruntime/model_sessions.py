@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -18,10 +19,11 @@ from kvexport.backends.onnxruntime.device_array import Array, DeviceArray, write
 from kvexport.backends.onnxruntime.session import open_session
 from kvexport.backends.onnxruntime.streams import new_stream
 from kvexport.errors import EnvironmentProblem
+from kvexport.images.tiles import ImageSpec
 
 log = logging.getLogger("kvexport.backends")
 # The names of the ONNX Runtime sessions: the ONNX graph that each runs.
-DECODER, MERGE, TOP_LOGITS = "decoder", "merge", "top_logits"
+DECODER, MERGE, TOP_LOGITS, VISION = "decoder", "merge", "top_logits", "vision"
 NO_GRAPH = -1  # the id of a run that neither captures a CUDA graph nor replays one
 
 
@@ -54,6 +56,8 @@ class Sessions:
         graphs: bool = False,
         float_input: bool = False,
         adapters: Adapters | None = None,
+        vision: Path | None = None,
+        images: ImageSpec | None = None,
     ) -> None:
         if device != "cpu":  # before adapters take memory of the device
             import onnxruntime
@@ -64,7 +68,7 @@ class Sessions:
         self.device, self.in_host_memory = device, device == "cpu"
         self.zeros: Any = np.zeros if device == "cpu" else partial(DeviceArray, device)
         self.adapters = adapters or Adapters()
-        self.adapter_tensors = {name: self._on_device(array) for name, array in self.adapters.tensors.items()}
+        self.adapter_tensors = {name: self.on_device(array) for name, array in self.adapters.tensors.items()}
         self._new_graphs = itertools.count(1)
         self.stream = new_stream(device)
         opened = partial(open_session, device=device, stream=self.stream.address)
@@ -79,6 +83,7 @@ class Sessions:
         if top_logits is not None:
             path, self.top_count = top_logits
             self._open[TOP_LOGITS] = partial(opened, path, threads=1, operators=None)
+        self.images, self._opening = images, threading.Lock()
         self.graphs, self.graph_problem = set(self._open) if graphs else set[str](), ""
         if self.graphs and (why := devices.graph_problem()):
             self.graphs.clear()
@@ -89,8 +94,11 @@ class Sessions:
         for name in self._open:
             if name != TOP_LOGITS or device != "cpu":
                 self.session(name)
+        if vision is not None:  # opened by the first image, whose weights a server of text need not read
+            self._open[VISION] = partial(opened, vision, threads=threads, operators=None)
 
-    def _on_device(self, array: NDArray[Any]) -> Array:
+    def on_device(self, array: NDArray[Any]) -> Array:
+        """Return a copy of an array on the device."""
         tensor: Array = self.zeros(array.shape, array.dtype)
         write(tensor, array)
         return tensor
@@ -114,6 +122,13 @@ class Sessions:
     def merge(self) -> Any | None:
         """The ONNX Runtime session of the merge graph, which compresses KV caches; None if no layer merges."""
         return self.session(MERGE) if MERGE in self._open else None
+
+    def encode_tile(self, pixels: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the rows [rows, hidden] of an image's tile [1, 3, height, width]."""
+        with self._opening:
+            encoder = self.session(VISION)
+        rows: NDArray[np.float32] = encoder.run(["image_rows"], {"pixel_values": pixels})[0]
+        return rows
 
     @property
     def finder(self) -> Any:

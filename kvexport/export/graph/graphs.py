@@ -14,6 +14,7 @@ from onnx import helper
 from kvexport.export.graph.experts import finish_experts, is_experts_weight
 from kvexport.export.graph.names import name_nodes
 from kvexport.export.graph.tracer import layer_attributes
+from kvexport.export.passes import ENCODER_PASSES
 from kvexport.export.passes.library import inlined, put_products
 from kvexport.export.passes.linear.forms import linear_functions, take_floats
 from kvexport.export.passes.packed import put_packed
@@ -79,19 +80,7 @@ def finish_decoder(
     expert_forms = finish_experts(model.graph, packings, float_input=float_input)
     matrices = {name: x for name, x in packings.items() if not is_experts_weight(model.graph, name)}
     renamed = put_packed(model, matrices, lambda a, b: locations[a] == locations[b], library=library)
-    for name, value in model.graph.initializers.items():
-        if value.const_value is None:
-            location = locations[renamed.get(name, name)]
-            assert value.dtype is not None and value.shape is not None
-            value.const_value = ir.ExternalTensor(
-                location.file,
-                location.offset,
-                location.nbytes,
-                value.dtype,
-                shape=value.shape,
-                name=name,
-                base_dir=folder,
-            )
+    _put_weights(model.graph, locations, renamed, folder)
     run_passes(model, passes)
     if float_input:
         take_floats(model.graph)
@@ -113,6 +102,32 @@ def finish_decoder(
     others = products if library else [*products, *map(experts_function, expert_forms)]
     finished = _finish(proto, [*used.values(), *recurrences, *others])
     return inlined(finished) if library else finished
+
+
+def finish_encoder(model: ir.Model, locations: Mapping[str, Location], folder: Path) -> onnx.ModelProto:
+    """Turn the traced image encoder into vision.onnx, whose weights are external data."""
+    _put_weights(model.graph, locations, {}, folder)
+    run_passes(model, ENCODER_PASSES)
+    name_nodes(model.graph)
+    products = linear_functions(model.graph)
+    return _finish(ir.to_proto(model), products)
+
+
+def _put_weights(graph: ir.Graph, locations: Mapping[str, Location], renamed: Mapping[str, str], folder: Path) -> None:
+    """Make the initializers without data external data at their locations; `renamed` has names of packed ones."""
+    for name, value in graph.initializers.items():
+        if value.const_value is None:
+            location = locations[renamed.get(name, name)]
+            assert value.dtype is not None and value.shape is not None
+            value.const_value = ir.ExternalTensor(
+                location.file,
+                location.offset,
+                location.nbytes,
+                value.dtype,
+                shape=value.shape,
+                name=name,
+                base_dir=folder,
+            )
 
 
 def open_slots(decoder: onnx.ModelProto, plan: CachePlan) -> None:

@@ -19,11 +19,12 @@ from torch.export import Dim
 from kvexport.errors import UsageError
 from kvexport.export.graph.layers import Layers, find_layers, left_out, wrapped
 from kvexport.export.graph.replicate import BORDER, replicate_layers
-from kvexport.export.hooks.attention import TokenLogits, attending
+from kvexport.export.hooks.attention import ImageRows, TokenLogits, attending
 from kvexport.export.hooks.complex_pairs import complex_as_pairs
 from kvexport.export.hooks.experts import ATTRIBUTES as EXPERTS_ATTRIBUTES
 from kvexport.export.hooks.experts import EXPERTS, expert_layouts
 from kvexport.export.hooks.recurrence import LINEAR_ATTENTION, RecurrentCache, recurring
+from kvexport.images.rows import IMAGE_INPUTS
 from kvexport.methods.base import Method
 from kvexport.ops import linear_attention
 from kvexport.ops.experts import ExpertsForm
@@ -147,16 +148,23 @@ class _Decoder(nn.Module):
     """The PyTorch module that is traced as decoder.onnx.
 
     It maps (input_ids, query_length, past_length, past cache state) to (logits, present_length, present cache state).
+    With `images` the rows of images and their places follow past_length.
     """
 
     def __init__(
-        self, model: Any, plan: CachePlan, attributes: Sequence[VoteAttentionAttributes], last_logits: bool
+        self,
+        model: Any,
+        plan: CachePlan,
+        attributes: Sequence[VoteAttentionAttributes],
+        last_logits: bool,
+        images: bool = False,
     ) -> None:
         super().__init__()
         self.model, self.plan, self.attributes, self.last_logits = model, plan, attributes, last_logits
         self.operator = VOTE_ATTENTION.with_state(plan.caches[0].extra)
         self.layers: Sequence[int] = ()
         self.token_logits = TokenLogits(model)
+        self.image_rows = ImageRows(model) if images else None
 
     def forward(
         self, input_ids: Tensor, query_length: Tensor, past_length: Tensor, *past: Tensor
@@ -164,6 +172,8 @@ class _Decoder(nn.Module):
         step = torch.arange(input_ids.shape[1], device=input_ids.device)
         position = rotated_by = past_length + step
         past_tensors = iter(past)
+        if self.image_rows is not None:
+            self.image_rows.rows, self.image_rows.places = next(past_tensors), next(past_tensors)
         state = {i: {f"past_{x.name}": next(past_tensors) for x in self.plan.caches[i].state} for i in self.layers}
         recurrent = {(x.layer, tensor.name): next(past_tensors) for x in self.plan.states for tensor in x.state}
         states = RecurrentCache(self.model.config.model_type, recurrent, query_length)
@@ -196,6 +206,7 @@ def trace_decoder(
     *,
     last_logits: bool,
     attributes: Sequence[VoteAttentionAttributes] = (),
+    images: bool = False,
 ) -> ir.Model:
     """Trace decoder.onnx as an optimized ONNX IR model with one VoteAttention node per layer that has a cache.
 
@@ -203,7 +214,7 @@ def trace_decoder(
     `initializer_names` returns their names. If several layers compute the same function, the first
     one is traced, and the second one as a check.
     """
-    decoder = _Decoder(model, plan, attributes, last_logits).eval()
+    decoder = _Decoder(model, plan, attributes, last_logits, images).eval()
     layers = find_layers(model, mode) if not plan.attention_layers else None
     if layers and len(layers.traced()) < len(plan.caches):
         with contextlib.suppress(UsageError):  # what cannot be traced at all, the trace of the whole says
@@ -242,8 +253,11 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers: Seq
             for x in plan.states
             for name, shape in x.shapes(2).items()
         ]
-    inputs = (ids, query_length, past_length, *state)
-    shapes = ({0: batch, 1: tokens}, {0: batch}, {0: batch}, tuple({0: batch} for _ in state))
+        hidden = decoder.model.config.get_text_config().hidden_size
+        images = [] if decoder.image_rows is None else [torch.zeros(4, hidden), torch.zeros(2, 3, dtype=torch.int64)]
+    inputs = (ids, query_length, past_length, *images, *state)
+    image_shapes = [{0: Dim("rows")}, {0: batch, 1: tokens}][: len(images)]
+    shapes = ({0: batch, 1: tokens}, {0: batch}, {0: batch}, (*image_shapes, *({0: batch} for _ in state)))
 
     operator = decoder.operator
     optional = [x.name for x in operator.inputs if x.optional]
@@ -272,7 +286,11 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers: Seq
                 inputs,
                 shapes,
                 translations,
-                input_names=["input_ids", "query_length", "past_length", *(x.past(i) for i, x in tensors)],
+                input_names=[
+                    *("input_ids", "query_length", "past_length"),
+                    *IMAGE_INPUTS[: len(images)],
+                    *(x.past(i) for i, x in tensors),
+                ],
                 output_names=["logits", "present_length", *(x.present(i) for i, x in tensors)],
             )
     except UsageError:

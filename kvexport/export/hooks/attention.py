@@ -172,6 +172,18 @@ def output_projection(model: Any) -> Any:
     raise UsageError(f"{model.config.model_type} has no projection to logits that transformers names")
 
 
+class ImageRows:
+    """A hook that puts rows of images in the places of tokens, after the embedding of the tokens."""
+
+    def __init__(self, model: Any) -> None:
+        self.rows: Tensor  # [rows, hidden]; row 0 stands in no place
+        self.places: Tensor  # [B, T], the row in the place of each token; 0 for none
+        model.get_input_embeddings().register_forward_hook(self._put)
+
+    def _put(self, module: nn.Module, arguments: tuple[Tensor, ...], embedded: Tensor) -> Tensor:
+        return torch.where(self.places[..., None] > 0, self.rows.to(embedded.dtype)[self.places], embedded)
+
+
 class TokenLogits:
     """A hook that makes a model compute the logits of each sequence's last token that is not padding.
 

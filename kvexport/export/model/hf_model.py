@@ -226,11 +226,6 @@ def is_composite(config: Any) -> bool:
     return config.get_text_config() is not config
 
 
-def text_part_notes(config: Any) -> list[str]:
-    """Return a note that only the text decoder is built, if the model has other parts such as an image encoder."""
-    return [f"the text part of {config.model_type} is built: it reads no images"] if is_composite(config) else []
-
-
 def parameter_sources(model: Any, tensors: Iterable[str]) -> dict[str, str]:
     """Return the name of the checkpoint tensor of each parameter, by transformers' renaming rules.
 

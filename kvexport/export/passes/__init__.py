@@ -53,5 +53,7 @@ DECODER_PASSES: tuple[Pass, ...] = (
     sort_nodes,
     remove_unused,
 )
+# An encoder's products are ONNX Runtime's own: they read the whole image at once.
+ENCODER_PASSES: tuple[Pass, ...] = (NORM_TYPES, remove_unused, sort_nodes)
 # Raise KvexportError.
 GRAPH_CHECKS: tuple[Callable[[onnx.ModelProto], None], ...] = (check_in_place,)

@@ -1,0 +1,308 @@
+"""The image part of a model: its encoder as a graph, traced once, and how its processor cuts images into tiles.
+
+Every model of transformers that reads images has `get_image_features`, which returns rows of the decoder's hidden size,
+and puts them in the places of a placeholder token. The graph computes it for one tile. What a model does beyond that is
+looked for before anything is traced, and refused with a reason; the decoder then reads text alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import onnx_ir as ir
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoImageProcessor, PreTrainedTokenizerFast, ProcessorMixin
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+from kvexport import backends
+from kvexport.errors import KvexportError
+from kvexport.export.graph.tracer import initializer_names
+from kvexport.export.model.config import first_line_of
+from kvexport.export.model.hf_model import build_fake, is_composite
+from kvexport.export.model.shape import ModelShape
+from kvexport.export.weights.specs import packings, weight_specs
+from kvexport.export.weights.write import Spec
+from kvexport.images.tiles import ImageSpec, tiles_of
+from kvexport.ops.to_onnx import optimize, to_onnx
+from kvexport.quiet import quiet_exporter
+from kvexport.recipe.fields import Recipe
+from kvexport.tensor_files.shards import refuse_link
+
+# Model types whose logits with images are compared with those of transformers (tests/export/test_images.py).
+COMPARED = {"aya_vision", "idefics3", "internvl", "llava", "smolvlm"}
+_MOST_NUMBER = 1 << 14  # in the settings of a processor: sides of images, tiles, tokens of a tile
+_MOST_SIDE = 16  # tiles in a row or a column
+# Heights and widths of images on which kvexport's tiles are compared with those of the checkpoint's own processor.
+_SAMPLES = ((37, 61), (61, 37), (64, 64), (7, 300), (900, 20), (500, 700))
+
+
+class Vision(NamedTuple):
+    """The image part of a model."""
+
+    spec: ImageSpec
+    graph: ir.Model  # the encoder without weights
+    weights: list[Spec]
+
+
+class _Refused(Exception):
+    """A reason why the images of a model are not built."""
+
+
+def read_vision(shape: ModelShape, recipe: Recipe) -> Vision | str:
+    """Return the image part of a model, or the reason why it is not built; "" for a model of text alone."""
+    if not is_composite(shape.model.config):
+        return ""
+    try:
+        _check_model(shape.model, recipe)
+        with quiet_exporter():
+            spec, dimensions = _read_spec(shape.checkpoint.path, shape.model.config)
+            model, mode = build_fake(shape.model.config, shape.model.dtype, recipe.rotary_length)
+            graph = _trace(model, mode, spec, five=dimensions == 5)
+        _keep_read(model, graph)
+        floats = recipe.model_copy(update={"weights": recipe.weights.model_copy(update={"bits": None})})
+        weights = weight_specs(shape.checkpoint, model, floats)
+        if packings(weights):
+            raise _Refused("the weights of its image encoder are packed")
+    except _Refused as refused:
+        return str(refused)
+    except KvexportError as error:
+        return error.problem
+    return Vision(spec, graph, weights)
+
+
+def _check_model(model: Any, recipe: Recipe) -> None:
+    """Raise _Refused if the model does more with images than to put rows in the places of tokens."""
+    config, backend = model.config, backends.get(recipe.backend.name)
+    arguments = inspect.signature(model.forward).parameters
+    encoder = inspect.signature(getattr(model.base_model, "get_image_features", lambda: None)).parameters
+    needed = [name for name, x in encoder.items() if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD]
+    reasons = {
+        "the recipe says export.images: false": not recipe.export.images,
+        f"{backend.name} runs no image encoder": not backend.runs_images,
+        "cache.periodic decodes without the rows of images": recipe.cache.periodic.slots is not None,
+        "its images have positions of rows and columns (M-RoPE)": hasattr(model.base_model, "get_rope_index"),
+        "tokens of an image attend to those after them": "token_type_ids" in arguments,
+        "it has no encoder that transformers calls get_image_features": "pixel_values" not in encoder,
+        f"its encoder takes {', '.join(needed[1:])} beside pixels": len(needed) > 1,
+        "its images have not been compared with transformers": config.model_type not in COMPARED,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise _Refused(reason)
+
+
+def _read_spec(folder: Path, config: Any) -> tuple[ImageSpec, int]:
+    """Return how the checkpoint's processor cuts images, and how many dimensions its tiles have."""
+    try:
+        processor = read_processor(folder, config)
+        spec = image_spec(processor, config)
+        return spec, _compare(processor, spec)
+    except (_Refused, KvexportError):
+        raise
+    except Exception as error:  # settings of wrong types raise whatever they meet
+        raise _Refused(f"transformers cannot read its image processor: {first_line_of(error)}") from error
+
+
+def read_processor(folder: Path, config: Any) -> Any:
+    """Return the checkpoint's processor of transformers, in numpy and Pillow, without its part for videos."""
+    kind: Any = PROCESSOR_MAPPING[type(config)]
+    reader: Any = AutoImageProcessor
+    if not hasattr(kind, "replace_image_token"):
+        raise _Refused(f"transformers {transformers.__version__} does not say which text stands for an image")
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        refuse_link(folder / name)
+    settings, _ = kind.get_processor_dict(str(folder))
+    images = reader.from_pretrained(str(folder), backend="pil", local_files_only=True, trust_remote_code=False)
+    _check_numbers([settings, images.to_dict()])
+    # The class that the checkpoint names might read a pickle.
+    parts = {"image_processor": images, "tokenizer": PreTrainedTokenizerFast.from_pretrained(str(folder))}
+    names = inspect.signature(kind).parameters
+    given = {name: value for name, value in settings.items() if name in names and name not in parts}
+    absent = {"video_processor": None} if "video_processor" in names else {}
+    with _without_video(kind):
+        return kind(**{**given, **parts, **absent})
+
+
+def _check_numbers(settings: Any) -> None:
+    """Raise _Refused if settings hold numbers that would make tiles or texts of any size."""
+    for value in settings.values() if isinstance(settings, dict) else settings:
+        if isinstance(value, dict | list | tuple):
+            _check_numbers(value)
+        elif isinstance(value, int | float) and not abs(value) <= _MOST_NUMBER:
+            raise _Refused(f"the settings of its processor hold the number {value:.6g}")
+
+
+@contextmanager
+def _without_video(kind: type) -> Iterator[None]:
+    """Let a processor be made without the packages that only videos need, and without checks of its parts."""
+
+    def keep(self: Any, *parts: Any, **named: Any) -> None:
+        attributes = dict(zip(("image_processor", "tokenizer"), parts, strict=False))
+        self.__dict__.update(attributes | named)
+
+    module = sys.modules[kind.__module__]
+    absent = {name: object() for name, value in vars(module).items() if value is None and not name.startswith("__")}
+    with mock.patch.object(ProcessorMixin, "__init__", keep), mock.patch.dict(vars(module), absent):
+        yield
+
+
+def image_spec(processor: Any, config: Any) -> ImageSpec:
+    """Return how the processor cuts images, from its attributes, with the text of every grid of tiles."""
+    images, kwargs = processor.image_processor, _image_settings(processor)
+
+    def setting(name: str) -> Any:
+        return kwargs.get(name, getattr(images, name, None))
+
+    size, crop = _sides(setting("size")), _sides(setting("crop_size"))
+    largest = _sides(setting("max_image_size"))
+    shortest, longest = size.get("shortest_edge"), size.get("longest_edge", 0)
+    tile = crop if setting("do_center_crop") else size
+    cut: dict[str, Any] = {"cut": "whole", "square": bool(setting("do_pad"))}
+    grids: dict[str, dict[str, Any]] = {"1": {}}
+    if largest:
+        side = largest["longest_edge"]
+        cut = {"cut": "rows", "longest": longest, "split": bool(setting("do_image_splitting"))}
+        tile, most = {"height": side, "width": side}, -(-(min(longest, 4096) + 1) // side)
+        grids = {"0x0": {"rows": [[0]], "cols": [[0]]}}
+        if cut["split"] and most <= _MOST_SIDE:
+            sizes = ((r, c) for r in range(1, most + 1) for c in range(1, most + 1))
+            grids |= {f"{r}x{c}": {"rows": [[r]], "cols": [[c]]} for r, c in sizes}
+    elif setting("max_patches"):
+        most = min(setting("max_patches"), _MOST_SIDE**2) if setting("crop_to_patches") else 1
+        least = min(setting("min_patches"), most)
+        cut, counts = {"cut": "canvas", "tiles": (least, most)}, {1, *range(max(least, 2) + 1, most + 2)}
+        grids = {str(n): {"num_patches": [n]} for n in sorted(counts)}
+    elif shortest:
+        cut["size"] = (0, shortest)
+    else:
+        cut["size"] = (size.get("height"), size.get("width"))
+    if not tile.get("height") or not all(map(setting, ("do_rescale", "do_normalize"))):
+        raise _Refused(f"its processor ({type(images).__name__}) prepares images in a way that kvexport does not know")
+    token = next(x for x in (getattr(config, "image_token_id", None), getattr(config, "image_token_index", None)) if x)
+    token_text = processor.tokenizer.convert_ids_to_tokens(token)
+    pixels = {"pixel_values": [np.zeros((3, tile["height"], tile["width"]), np.float32)]}
+    texts = {
+        name: _runs(processor.replace_image_token({**pixels, **grid}, 0), token_text) for name, grid in grids.items()
+    }
+    return ImageSpec(
+        **cut,
+        height=tile["height"],
+        width=tile["width"],
+        rows=_rows_of_tiles(texts),
+        hidden=config.get_text_config().hidden_size,
+        marker=processor.image_token,
+        token=token,
+        token_text=token_text,
+        texts=texts,
+        resample=int(setting("resample")),
+        scale=float(setting("rescale_factor")),
+        mean=_color(setting("image_mean")),
+        std=_color(setting("image_std")),
+    )
+
+
+def _image_settings(processor: Any) -> dict[str, Any]:
+    """Return the settings with which a processor calls its image processor, beside those of the image processor."""
+    return dict(getattr(processor, "images_kwargs", None) or {})
+
+
+def prepare(processor: Any, image: Any) -> Any:
+    """Return what transformers' processor makes of an image of Pillow, as numpy arrays."""
+    return processor.image_processor(image, return_tensors="np", **_image_settings(processor))
+
+
+def _color(numbers: Any) -> tuple[float, float, float]:
+    red, green, blue = map(float, [numbers] * 3 if isinstance(numbers, float) else numbers)
+    return red, green, blue
+
+
+def _sides(size: Any) -> dict[str, Any]:
+    """Return the sides that transformers' size has, by name."""
+    sides = dict(size) if isinstance(size, dict) else vars(size) if size is not None else {}
+    return {name: side for name, side in sides.items() if side is not None}
+
+
+def _runs(text: str, token: str) -> tuple[str | int, ...]:
+    """Return a text with the number of tokens in place of each of their runs."""
+    parts = re.split(f"((?:{re.escape(token)})+)", text)
+    return tuple(len(x) // len(token) if i % 2 else x for i, x in enumerate(parts) if x)
+
+
+def _compare(processor: Any, spec: ImageSpec) -> int:
+    """Return how many dimensions the processor's tiles have. Raise _Refused if tiles or texts are not kvexport's."""
+    from PIL import Image
+
+    random, dimensions = np.random.default_rng(0), 0
+    for height, width in _SAMPLES:
+        image = Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
+        tiles, grid = tiles_of(image, spec)
+        prepared = prepare(processor, image)
+        pixels, dimensions = prepared["pixel_values"], prepared["pixel_values"].ndim
+        theirs = pixels.reshape(-1, *pixels.shape[-3:])
+        text = _runs(processor.replace_image_token(prepared, 0), spec.token_text)
+        if theirs.shape != tiles.shape or np.abs(theirs - tiles).max() > 1e-5 or text != spec.texts.get(grid):
+            name = type(processor.image_processor).__name__
+            raise _Refused(f"its processor ({name}) prepares images in a way that kvexport does not know")
+    return dimensions
+
+
+def _rows_of_tiles(texts: Mapping[str, tuple[str | int, ...]]) -> int:
+    """Return the number of tokens that stand for a tile. Raise _Refused if tiles have different numbers."""
+    found = set()
+    for grid, text in texts.items():
+        rows, _, columns = grid.partition("x")
+        tiles = int(rows) * int(columns) + 1 if columns else int(rows)
+        found.add(sum(part for part in text if isinstance(part, int)) / tiles)
+    if len(found) != 1 or not (rows_of_one := found.pop()).is_integer() or not rows_of_one:
+        raise _Refused("its processor writes texts whose tokens are not those of equal tiles")
+    return int(rows_of_one)
+
+
+def _keep_read(model: Any, graph: ir.Model) -> None:
+    """Keep only the parameters that the encoder's graph reads."""
+    names = initializer_names(model)
+    for prefix, module in model.named_modules():
+        for name in module._parameters:
+            if names.get(f"{prefix}.{name}".lstrip(".")) not in graph.graph.initializers:
+                module._parameters[name] = None
+
+
+class _Encoder(nn.Module):
+    """The module that is traced as vision.onnx: pixels of a tile [1, 3, H, W] to rows [rows, hidden], in float32."""
+
+    def __init__(self, model: Any, spec: ImageSpec, five: bool) -> None:
+        super().__init__()
+        self.model, self.shape, self.five = model, (spec.rows, spec.hidden), five
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        pixels = pixel_values.to(self.model.dtype)
+        features = self.model.base_model.get_image_features(pixels[None] if self.five else pixels, return_dict=True)
+        rows = features.pooler_output
+        rows = torch.cat(list(rows)) if isinstance(rows, Sequence) else rows
+        return rows.reshape(self.shape).float()
+
+
+def _trace(model: Any, mode: Any, spec: ImageSpec, *, five: bool) -> ir.Model:
+    """Return the encoder's graph for one tile, whose weights have no data."""
+    try:
+        with mode:
+            tile = torch.zeros(1, 3, spec.height, spec.width)
+            encoder = _Encoder(model, spec, five).eval()
+            graph = to_onnx(encoder, (tile,), (None,), {}, input_names=["pixel_values"], output_names=["image_rows"])
+    except Exception as error:
+        raise _Refused(f"its image encoder cannot be traced: {first_line_of(error)}") from error
+    for name in initializer_names(model).values():
+        if name in graph.graph.initializers:
+            graph.graph.initializers[name].const_value = None
+    optimize(graph)
+    return graph

@@ -1,0 +1,115 @@
+"""The rows of encoded images on their way into the decoder, in the places of a prompt's placeholder tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvexport.errors import UsageError
+from kvexport.images.decode import ImageInput, read_image
+from kvexport.images.tiles import ImageSpec, tiles_of
+
+# The decoder's inputs for images: rows [n, hidden] float32, of which row 0 stands in no place, and the row in the place
+# of each token [B, T] int64, 0 for none.
+IMAGE_INPUTS = ("image_rows", "image_places")
+
+
+class CallImages(NamedTuple):
+    """The image rows of one call of the decoder, by the names of its inputs."""
+
+    image_rows: NDArray[np.float32]
+    image_places: NDArray[np.int64]
+
+    @classmethod
+    def none(cls, spec: ImageSpec, batch: int, tokens: int) -> CallImages:
+        """Return the inputs of a call without images."""
+        return cls(np.zeros((1, spec.hidden), np.float32), np.zeros((batch, tokens), np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class PromptImages:
+    """The encoded images of a prompt.
+
+    Attributes:
+        rows: Their rows [n, hidden], in the order of the placeholder tokens.
+        keys: A negative number for each row [n], which equal images share.
+    """
+
+    rows: NDArray[np.float32]
+    keys: NDArray[np.int64]
+
+
+def encode_images(
+    images: Sequence[ImageInput], spec: ImageSpec, encode: Callable[[NDArray[np.float32]], NDArray[np.float32]]
+) -> tuple[PromptImages, list[str]]:
+    """Return encoded images, and the text of each in place of its marker.
+
+    Args:
+        images: The images.
+        spec: How they are cut.
+        encode: The image encoder: pixels of one tile [1, 3, height, width] to its rows [rows, hidden].
+    """
+    rows, keys, texts = [], [], []
+    for image in images:
+        tiles, grid = tiles_of(read_image(image), spec)
+        if grid not in spec.texts:
+            raise UsageError(f"an image is cut into {grid} tiles, for which the model has no text", "a smaller image")
+        digest = hashlib.sha256(tiles.tobytes()).digest()
+        rows += [encode(tile[None]) for tile in tiles]
+        keys.append(np.full(len(tiles) * spec.rows, -1 - (int.from_bytes(digest[:8], "little") >> 1), np.int64))
+        texts.append(spec.text(grid))
+    return PromptImages(np.concatenate(rows), np.concatenate(keys)), texts
+
+
+def with_images(prompt: str, texts: Sequence[str], spec: ImageSpec) -> str:
+    """Return a prompt with the texts of images in place of the markers; without markers images come first."""
+    parts = prompt.split(spec.marker)
+    if len(parts) == 1:
+        parts = [""] * len(texts) + parts
+    if len(parts) != len(texts) + 1:
+        raise UsageError(
+            f"the prompt has {len(parts) - 1} places for images ({spec.marker}), and there are {len(texts)} images",
+            "one image for each place, or a prompt without places, which the images then precede",
+        )
+    return "".join(text for pair in zip(parts, [*texts, ""], strict=True) for text in pair)
+
+
+def places_of(ids: NDArray[np.int64], images: PromptImages | None, spec: ImageSpec | None) -> NDArray[np.int64]:
+    """Return the image row in the place of each token of a prompt [n], from 1; 0 for none."""
+    places = np.zeros(len(ids), np.int64)
+    if images is not None:
+        if spec is None or images.rows.shape[1] != spec.hidden:
+            raise UsageError("the images were encoded for another artifact", "Engine.encode_with_images of this engine")
+        found = ids == spec.token
+        if (count := int(found.sum())) != len(images.rows):
+            raise UsageError(
+                f"the prompt has {count} tokens for images, whose images have {len(images.rows)} rows",
+                f"a prompt whose text does not hold {spec.token_text} itself",
+            )
+        places[found] = np.arange(1, count + 1)
+    return places
+
+
+def call_images(chunks: Sequence[tuple[NDArray[np.int64], PromptImages | None]]) -> CallImages | None:
+    """Return the image rows of a call that reads a chunk of each prompt; None if no token of them is of an image.
+
+    Args:
+        chunks: For each prompt the places of its chunk's tokens (`places_of`), and its images.
+    """
+    if not any(images is not None and places.any() for places, images in chunks):
+        return None
+    rows: list[NDArray[np.float32]] = []
+    placed = np.zeros((len(chunks), max(len(places) for places, _ in chunks)), np.int64)
+    count = 1
+    for lane, (places, images) in enumerate(chunks):
+        used = places > 0
+        if images is not None and used.any():
+            rows.append(images.rows[places[used] - 1])
+            placed[lane, : len(places)][used] = np.arange(count, count + len(rows[-1]))
+            count += len(rows[-1])
+    return CallImages(np.concatenate([np.zeros_like(rows[0][:1]), *rows]), placed)

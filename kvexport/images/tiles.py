@@ -1,0 +1,198 @@
+"""The tiles that an image encoder takes, cut from an image as the processors of transformers cut them.
+
+    whole    scale to a size or by the shorter side, crop the middle: one tile
+    canvas   scale to the grid of tiles whose aspect ratio is nearest, then the whole image as one more tile
+    rows     scale by the longer side to multiples of a tile, then the whole image as one more tile
+
+A build compares the tiles with those of the checkpoint's own processor, so a checkpoint is read correctly or refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from kvexport.errors import UsageError
+from kvexport.images.decode import MOST_PIXELS
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Side = Annotated[int, Field(ge=1, le=1 << 14)]
+Rows = Annotated[int, Field(ge=1, le=1 << 16)]
+Color = tuple[float, float, float]
+_LONGEST = 4096  # the longer side of an image before it is scaled to multiples of a tile
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSpec:
+    """How an artifact reads images: how they are cut, and the tokens that stand for their tiles in a prompt."""
+
+    cut: Literal["whole", "canvas", "rows"]
+    height: Side  # pixels of a tile
+    width: Side
+    rows: Rows  # rows that the encoder returns for a tile, each in the place of one token
+    hidden: Rows  # numbers of a row
+    marker: Annotated[str, Field(min_length=1)]  # text that stands for an image in a prompt
+    token: Annotated[int, Field(ge=0)]  # token in whose places rows are put
+    # Text of an image in place of the marker, by its grid of tiles. A number stands for that many tokens `token`.
+    texts: Mapping[str, tuple[str | Annotated[int, Field(ge=1)], ...]]
+    token_text: str  # text of `token`
+    resample: Annotated[int, Field(ge=0, le=5)]  # Pillow's filter
+    scale: float  # of pixels from 0 to 255
+    mean: Color
+    std: Color
+    # whole: height and width that the image is scaled to, or 0 and its shorter side; whether it is made square before
+    size: tuple[Annotated[int, Field(ge=0, le=1 << 14)], Side] = (0, 1)
+    square: bool = False
+    # canvas: least and largest number of tiles; rows: longer side of the scaled image
+    tiles: tuple[Annotated[int, Field(ge=1, le=1024)], Annotated[int, Field(ge=1, le=1024)]] = (1, 1)
+    longest: Side = 1
+    split: bool = True  # rows: whether the image is cut at all
+
+    def text(self, grid: str) -> str:
+        """Return the text of an image whose tiles form `grid`, in place of the marker."""
+        return "".join(part if isinstance(part, str) else self.token_text * part for part in self.texts[grid])
+
+
+def tiles_of(image: Image, spec: ImageSpec) -> tuple[NDArray[np.float32], str]:
+    """Return the tiles of an RGB image, [tiles, 3, height, width], and the name of their grid in `spec.texts`."""
+    cut = {"whole": _whole, "canvas": _canvas, "rows": _rows}[spec.cut]
+    tiles, grid = cut(image, spec)
+    pixels = np.stack(tiles).transpose(0, 3, 1, 2)
+    scaled = (pixels.astype(np.float64) * spec.scale).astype(np.float32)
+    mean, std = (np.array(color, np.float32)[:, None, None] for color in (spec.mean, spec.std))
+    return (scaled - mean) / std, grid
+
+
+def _resized(image: Image, height: int, width: int, spec: ImageSpec) -> Image:
+    if height * width > MOST_PIXELS:
+        raise UsageError(
+            f"an image of {image.width} x {image.height} pixels would be scaled to {width} x {height} for this model",
+            "an image whose sides differ less",
+        )
+    return image.resize((width, height), resample=spec.resample)
+
+
+def _pieces(image: Image, spec: ImageSpec) -> list[NDArray[np.uint8]]:
+    """Return the tiles of an image whose sides are multiples of theirs, row by row."""
+    pixels = np.asarray(image)
+    return [
+        pixels[top : top + spec.height, left : left + spec.width]
+        for top in range(0, image.height, spec.height)
+        for left in range(0, image.width, spec.width)
+    ]
+
+
+def _whole(image: Image, spec: ImageSpec) -> tuple[list[NDArray[np.uint8]], str]:
+    if spec.square and image.width != image.height:
+        image = _squared(image, spec)
+    height, width = spec.size
+    if not height:
+        short, long = sorted(image.size)
+        longer = int(width * long / short)
+        height, width = (longer, width) if image.width <= image.height else (width, longer)
+    return [_cropped(np.asarray(_resized(image, height, width, spec)), spec)], "1"
+
+
+def _squared(image: Image, spec: ImageSpec) -> Image:
+    from PIL import Image
+
+    side = max(image.size)
+    if side * side > MOST_PIXELS:
+        raise UsageError(
+            f"an image of {image.width} x {image.height} pixels is made square for this model", "a smaller one"
+        )
+    red, green, blue = (int(x * 255) for x in spec.mean)
+    canvas = Image.new("RGB", (side, side), (red, green, blue))
+    canvas.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+    return canvas
+
+
+def _cropped(pixels: NDArray[np.uint8], spec: ImageSpec) -> NDArray[np.uint8]:
+    """Return the middle of an image; where the image is smaller than a tile, black is around it."""
+    sides = pixels.shape[:2]
+    tile = np.zeros((spec.height, spec.width, 3), np.uint8)
+    places = []
+    for side, wanted in zip(sides, (spec.height, spec.width), strict=True):
+        # A larger image is cut from (side - wanted) // 2 on, a smaller one is put at the ceiling of half the rest.
+        begin = (side - wanted) // 2 if side >= wanted else -math.ceil((wanted - side) / 2)
+        places.append((slice(max(begin, 0), max(begin, 0) + min(side, wanted)), max(-begin, 0), min(side, wanted)))
+    (rows, top, height), (columns, left, width) = places
+    tile[top : top + height, left : left + width] = pixels[rows, columns]
+    return tile
+
+
+def _canvas(image: Image, spec: ImageSpec) -> tuple[list[NDArray[np.uint8]], str]:
+    columns, rows = _nearest_grid(image, spec)
+    tiles = _pieces(_resized(image, rows * spec.height, columns * spec.width, spec), spec)
+    if len(tiles) > 1:
+        tiles.append(np.asarray(_resized(image, spec.height, spec.width, spec)))
+    return tiles, str(len(tiles))
+
+
+def _nearest_grid(image: Image, spec: ImageSpec) -> tuple[int, int]:
+    """Return the columns and rows of the grid whose aspect ratio is nearest to the image's.
+
+    Of grids with equal ratios, the larger one is taken while its tiles have less than twice the image's pixels.
+    """
+    least, most = spec.tiles
+    grids = sorted(
+        ((c, r) for c in range(1, most + 1) for r in range(1, most + 1) if least <= c * r <= most),
+        key=lambda grid: grid[0] * grid[1],
+    )
+    ratio, area = image.width / image.height, image.width * image.height
+    best, nearest = (1, 1), math.inf
+    for columns, rows in grids:
+        difference = abs(ratio - columns / rows)
+        larger = area > 0.5 * spec.height * spec.width * columns * rows
+        if difference < nearest or (difference == nearest and larger):
+            best, nearest = (columns, rows), difference
+    return best
+
+
+def _rows(image: Image, spec: ImageSpec) -> tuple[list[NDArray[np.uint8]], str]:
+    height, width = _longest_side(image.height, image.width, spec.longest)
+    image = _resized(image, height, width, spec)
+    if not spec.split:
+        return [np.asarray(_resized(image, spec.height, spec.width, spec))], "0x0"
+    height, width = _multiples(height, width, spec.height)
+    image = _resized(image, height, width, spec)
+    if max(height, width) <= spec.height:
+        return [np.asarray(image)], "0x0"
+    tiles = [*_pieces(image, spec), np.asarray(_resized(image, spec.height, spec.width, spec))]
+    return tiles, f"{height // spec.height}x{width // spec.width}"
+
+
+def _longest_side(height: int, width: int, longest: int) -> tuple[int, int]:
+    """Return sizes with one longer side `longest` and an even shorter one, both at most `_LONGEST`."""
+    ratio = width / height
+    if width >= height:
+        width, height = longest, int(longest / ratio)
+        height += height % 2
+    else:
+        height, width = longest, int(longest * ratio)
+        width += width % 2
+    height, width = max(height, 1), max(width, 1)
+    ratio = width / height
+    if width >= height and width > _LONGEST:
+        width, height = _LONGEST, int(_LONGEST / ratio)
+    elif height > width and height > _LONGEST:
+        height, width = _LONGEST, int(_LONGEST * ratio)
+    return max(height, 1), max(width, 1)
+
+
+def _multiples(height: int, width: int, side: int) -> tuple[int, int]:
+    """Return sizes rounded up to multiples of a tile's side, the longer side first."""
+    ratio = width / height
+    if width >= height:
+        width = math.ceil(width / side) * side
+        return math.ceil(int(width / ratio) / side) * side, width
+    height = math.ceil(height / side) * side
+    return height, math.ceil(int(height * ratio) / side) * side

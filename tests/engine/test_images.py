@@ -1,0 +1,149 @@
+"""Requests with images: merges, batches, prefixes, forks, snapshots, chat and the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+from kvexport.artifact.manifest import parse_manifest
+from kvexport.engine.engine import Engine
+from kvexport.engine.load import load
+from kvexport.engine.options import EngineOptions
+from kvexport.engine.request import Request
+from kvexport.errors import ArtifactError, UsageError
+from kvexport.export.build import build
+from tests.export.test_vision import logits_with_images
+from tests.support import models, vision
+from tests.support.command_line import run
+from tests.support.vision import picture, png
+
+SETTINGS: dict[str, Any] = {
+    "cache": {"budget": 32, "merge_every": 4},
+    "export": {"logits": "all", "prefill_chunk": 16},
+    "limits": {"max_length": 600, "max_batch": 4},
+}
+ONE, TWO = picture(50, 40, 1), picture(50, 40, 2)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that reads images."""
+    return vision.save_checkpoint("llava", tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """An engine whose caches have room for two images."""
+    return load(build(models.make_recipe(checkpoint, **SETTINGS), tmp_path_factory.mktemp("artifact") / "artifact"))
+
+
+def test_images_merge_as_the_same_rows_in_an_embedding_do(checkpoint: Path, engine: Engine, tmp_path: Path) -> None:
+    """A decoder whose vocabulary has the images' rows as further tokens reads the same prompt past its budget."""
+    ids, images = engine.encode_with_images("a<image>bcd<image> efghijklmnopqrstuvwxyz<image>", [ONE, TWO, ONE])
+    model = hf.LlavaForConditionalGeneration.from_pretrained(checkpoint)
+    size, rows = vision.TEXT["vocab_size"], torch.from_numpy(images.rows)
+    twin = hf.LlamaForCausalLM(hf.LlamaConfig(**{**vision.TEXT, "vocab_size": size + len(rows)}))
+    state = {f"model.{name}": x for name, x in model.model.language_model.state_dict().items()}
+    state["model.embed_tokens.weight"] = torch.cat([state["model.embed_tokens.weight"], rows])
+    state["lm_head.weight"] = torch.cat([model.lm_head.weight, torch.zeros_like(rows)])
+    twin.load_state_dict(state)
+    twin.save_pretrained(tmp_path / "twin")
+    texts = load(build(models.make_recipe(tmp_path / "twin", **SETTINGS), tmp_path / "artifact"))
+    as_tokens = ids.copy()
+    as_tokens[ids == 256] = size + np.arange(len(rows))
+    short, short_images = engine.encode_with_images("xyz<image>", [TWO])
+    (logits, _) = logits_with_images(engine, [(ids, images), (short, short_images)])
+    (expected,) = logits_with_images(texts, [(as_tokens, None)])
+    assert len(ids) > 70 > SETTINGS["cache"]["budget"]
+    assert np.abs(logits - expected[:, :size]).max() <= 1e-5 * np.abs(expected).max()
+
+
+def test_answers_do_not_depend_on_the_batch(engine: Engine) -> None:
+    prompts, images = ["a<image>b", "<image><image>c", "d", "no place"], [[ONE], [TWO, ONE], [], [TWO]]
+    together = engine.generate(prompts, images=images, max_new_tokens=6)
+    alone = [engine.generate(p, images=i, max_new_tokens=6)[0] for p, i in zip(prompts, images, strict=True)]
+    assert [x.token_ids for x in together] == [x.token_ids for x in alone]
+    assert alone[3].token_ids == engine.generate("<image>no place", images=[TWO], max_new_tokens=6)[0].token_ids
+    assert alone[0].prompt_tokens == 2 + 16
+
+
+def test_prefixes_are_those_of_equal_images(engine: Engine) -> None:
+    """Two images of one size have the same tokens in a prompt."""
+    kept = engine.with_options(EngineOptions(prefix_memory=1 << 24))
+    for image, hits in ((ONE, 0), (TWO, 0), (ONE, 32)):
+        before = kept.prefixes.hits  # type: ignore[union-attr]
+        answer = kept.generate("<image>" + 30 * "a", images=[image], max_new_tokens=4)
+        assert kept.prefixes.hits - before == hits  # type: ignore[union-attr]
+        assert answer == engine.generate("<image>" + 30 * "a", images=[image], max_new_tokens=4)
+
+
+def test_forks_and_snapshots_of_prompts_with_images(engine: Engine) -> None:
+    ids, images = engine.encode_with_images("a<image>b", [ONE])
+    settings = engine.settings(max_new_tokens=6)
+    right = engine.generate("a<image>b", images=[ONE], max_new_tokens=6)[0].token_ids
+    request = Request(ids, settings, images=images)
+    fork = request.fork()
+    for one in (request, fork):
+        engine.add(one)
+    with pytest.raises(UsageError, match="images that are not read yet"):
+        engine.preempt(request.id)
+    while len(request.tokens) < 3:
+        engine.step()
+    snapshot = engine.preempt(request.id)
+    resumed = Request((), start=snapshot)
+    engine.add(resumed)
+    while engine.busy:
+        engine.step()
+    assert [token.id for token in (*request.tokens, *resumed.tokens)] == right
+    assert [token.id for token in fork.tokens] == right
+    engine.add(unread := Request(ids, settings, images=images, keep=True))
+    engine.cancel(unread.id)
+    assert unread.snapshot is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "images", "problem"),
+    [
+        ("<image><image>", [ONE], r"2 places for images .* 1 images"),
+        ([1, 256, 2], [ONE], r"1 tokens for images, whose images have 16 rows"),
+        (["a", "b"], [ONE], "images are not given for each of 2 prompts"),
+        (["a", "b"], [[ONE]], "images are not given for each of 2 prompts"),
+        ("a", ["missing.png"], "cannot be read"),
+        ("a", [b"GIF89a"], "cannot be decoded|no image"),
+    ],
+)
+def test_images_that_do_not_fit_a_prompt_are_refused(prompt: Any, images: Any, problem: str, engine: Engine) -> None:
+    with pytest.raises(UsageError, match=problem):
+        engine.generate(prompt, images=images, max_new_tokens=1)
+    assert not engine.pending()
+
+
+def test_chat_and_command_line(engine: Engine, tmp_path: Path) -> None:
+    file = tmp_path / "picture.png"
+    file.write_bytes(png(ONE))
+    parts = [{"type": "image", "image": str(file)}, {"type": "text", "text": "what?"}]
+    answer = engine.chat([{"role": "user", "content": parts}], max_new_tokens=5)
+    assert (
+        answer.token_ids == engine.generate("[user]<image>what?[answer]", images=[ONE], max_new_tokens=5)[0].token_ids
+    )
+    printed = run("generate", str(engine.path), "what?", "--image", str(file), "--max-new-tokens", "5", "--json")
+    assert f'"prompt_tokens": {answer.prompt_tokens}' in printed.stdout
+    refused = run("generate", str(engine.path), "what?", "--image", str(tmp_path / "none.png"))
+    assert refused.exit_code and "cannot be read" in refused.stderr and "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [({"images": None}, "images"), ({"height": 0}, "height"), ({"token_text": 3}, "token_text"), ({"cut": "x"}, "cut")],
+)
+def test_a_manifest_with_other_images_is_refused(changes: Any, problem: str, engine: Engine) -> None:
+    raw = json.loads((engine.path / "manifest.json").read_text())
+    images = None if "images" in changes else {**raw["images"], **changes}
+    with pytest.raises(ArtifactError, match=problem):
+        parse_manifest(engine.path, {**raw, "images": images})

@@ -1,0 +1,122 @@
+"""Models that read images: an artifact's logits with images are those of transformers, or the reason is in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers as hf
+
+from kvexport.engine.engine import Engine
+from kvexport.engine.load import load
+from kvexport.errors import UsageError
+from kvexport.export.build import build
+from kvexport.export.vision import COMPARED
+from kvexport.images.rows import PromptImages, call_images, places_of
+from tests.support import models, vision
+from tests.support.vision import picture, png
+
+EXPORT = {"logits": "all", "prefill_chunk": 16}  # an image is longer than a chunk
+
+
+def logits_with_images(
+    engine: Engine, prompts: Sequence[tuple[models.Ids, PromptImages | None]]
+) -> list[models.Logits]:
+    """Return the logits of every token of prompts that are read together, chunk by chunk."""
+    lanes, chunk = engine.lanes(len(prompts)), EXPORT["prefill_chunk"]
+    assert isinstance(chunk, int)
+    rows: list[list[models.Logits]] = [[] for _ in prompts]
+    placed = [(ids, places_of(ids, images, engine.manifest.images), images) for ids, images in prompts]
+    for start in range(0, max(len(ids) for ids, _ in prompts), chunk):
+        part = slice(start, start + chunk)
+        call = call_images([(places[part], images) for _, places, images in placed])
+        logits = lanes.append([ids[part] for ids, *_ in placed], prefill=True, images=call)
+        for lane, (ids, *_) in enumerate(placed):
+            rows[lane].append(logits[lane, : len(ids[part])].copy())
+    return [np.concatenate(one) for one in rows]
+
+
+def test_every_compared_family_is_tested() -> None:
+    assert set(vision.KINDS) == COMPARED
+
+
+@pytest.mark.parametrize("kind", vision.KINDS)
+def test_logits_and_tokens_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    checkpoint = vision.save_checkpoint(kind, tmp_path / "checkpoint")
+    artifact = build(models.make_recipe(checkpoint, export=EXPORT, limits={"max_length": 400}), tmp_path / "artifact")
+    engine, right = load(artifact), vision.Transformers(checkpoint)
+    assert engine.manifest.images is not None
+    marker, pictures = engine.manifest.images.marker, [picture(37, 61), picture(90, 33), picture(28, 28)]
+    texts = [f"a{marker}bc{marker} d", f"{marker}efgh", "without images"]
+    images = [pictures[:2], pictures[2:], []]
+    prompts = [engine.encode_with_images(text, some) if some else (engine.encode(text), None)
+               for text, some in zip(texts, images, strict=True)]  # fmt: skip
+    inputs = [right.inputs(text, some) for text, some in zip(texts, images, strict=True)]
+    for (ids, _), (expected, _) in zip(prompts, inputs, strict=True):
+        assert np.array_equal(ids, expected)
+    for actual, pair in zip(logits_with_images(engine, prompts), inputs, strict=True):
+        logits = right.logits(*pair)
+        assert np.abs(actual - logits).max() <= 1e-4 * np.abs(logits).max()
+    answers = engine.generate(texts, images=images, max_new_tokens=5)
+    for answer, (ids, pixels) in zip(answers, inputs, strict=True):
+        for token in answer.token_ids:
+            assert token == right.logits(ids, pixels)[-1].argmax()
+            ids = np.append(ids, token)
+
+
+def _of(kind: str) -> Callable[[Path], Path]:
+    return lambda folder: vision.save_checkpoint(kind, folder)
+
+
+def _with(kind: str, name: str, **changes: Any) -> Callable[[Path], Path]:
+    """Return a function that saves a checkpoint one of whose JSON files is changed."""
+
+    def save(folder: Path) -> Path:
+        file = vision.save_checkpoint(kind, folder) / name
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+        return folder
+
+    return save
+
+
+def _gemma3(folder: Path) -> Path:
+    config = hf.Gemma3Config(
+        text_config=hf.Gemma3TextConfig(**vision.TEXT), vision_config=hf.SiglipVisionConfig(**vision.SIGLIP)
+    )
+    hf.AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("save", "export", "reason"),
+    [
+        (_of("llava"), {"images": False}, "the recipe says export.images: false"),
+        (_gemma3, {}, "tokens of an image attend to those after them"),
+        (
+            _with("llava", "preprocessor_config.json", image_processor_type="None"),
+            {},
+            "cannot read its image processor",
+        ),
+        (_with("llava", "preprocessor_config.json", do_normalize=False), {}, "a way that kvexport does not know"),
+        (_with("llava", "processor_config.json", patch_size=4), {}, "its image encoder cannot be traced"),
+        (_with("internvl", "processor_config.json", image_seq_length=10**9), {}, "hold the number 1e+09"),
+        (_with("internvl", "preprocessor_config.json", size={"height": "x", "width": []}), {}, "cannot read its image"),
+    ],
+    ids=["recipe", "gemma3", "processor", "pixels", "tokens", "number", "type"],
+)
+def test_a_model_whose_images_are_not_built_says_why(
+    save: Callable[[Path], Path], export: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    checkpoint = save(tmp_path / "checkpoint")
+    artifact = models.build_shared(
+        models.make_recipe(checkpoint, export=export, limits={"max_length": 64}), tmp_path / "artifact"
+    )
+    engine = load(artifact)
+    assert reason in engine.manifest.no_images and not (artifact / "vision.onnx").exists()
+    with pytest.raises(UsageError, match=r"reads no images"):
+        engine.generate("a", images=[png(picture(9, 9))], max_new_tokens=1)
+    assert engine.generate([1, 2], max_new_tokens=1)[0].token_ids

@@ -1,0 +1,183 @@
+"""Tiny random models that read images, with processors of transformers, and logits of transformers for prompts."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers as hf
+from numpy.typing import NDArray
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from kvexport.export.vision import prepare, read_processor
+
+SIDE = 28
+TEXT: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 4096,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": SIDE,
+    "patch_size": 7,
+}
+SIGLIP = {**VISION, "vision_use_head": False}
+SMALL = {"size": {"height": SIDE, "width": SIDE}, "max_patches": 4}
+SPLIT = {"size": {"longest_edge": 4 * SIDE}, "max_image_size": {"longest_edge": SIDE}}
+PLACES = [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)]
+FAKE = ["<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", *PLACES]
+
+# Special tokens (the first is the placeholder, token 256), names of some of them, processor, its settings, and model.
+KINDS: dict[str, tuple[list[str], dict[str, str], Any, dict[str, Any], Any]] = {
+    "llava": (
+        ["<image>"],
+        {"image_token": "<image>"},
+        hf.LlavaImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}),
+        {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+        lambda: hf.LlavaConfig(
+            text_config=hf.LlamaConfig(**TEXT), vision_config=hf.CLIPVisionConfig(**VISION), image_token_index=256
+        ),
+    ),
+    "internvl": (
+        ["<IMG_CONTEXT>", "<img>", "</img>", "<video>"],
+        {
+            "context_image_token": "<IMG_CONTEXT>",
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "video_token": "<video>",
+        },
+        hf.GotOcr2ImageProcessorPil(**SMALL),
+        {"image_seq_length": 4},
+        lambda: hf.InternVLConfig(
+            text_config=hf.Qwen2Config(**TEXT),
+            vision_config=hf.InternVLVisionConfig(**{**VISION, "image_size": [SIDE, SIDE], "patch_size": [7, 7]}),
+            image_token_id=256,
+        ),
+    ),
+    "aya_vision": (
+        ["<|IMG_PATCH|>", "<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>", "TILE", "TILE_GLOBAL"],
+        {},
+        hf.GotOcr2ImageProcessorPil(**SMALL),
+        {"patch_size": 7, "img_size": SIDE, "downsample_factor": 2},
+        lambda: hf.AyaVisionConfig(
+            text_config=hf.Cohere2Config(**TEXT),
+            vision_config=hf.SiglipVisionConfig(**SIGLIP),
+            image_token_index=256,
+            alignment_intermediate_size=64,
+        ),
+    ),
+    "idefics3": (
+        FAKE,
+        {"image_token": "<image>"},
+        hf.Idefics3ImageProcessorPil(**SPLIT),
+        {"image_seq_len": 4},
+        lambda: hf.Idefics3Config(
+            text_config=hf.LlamaConfig(**TEXT),
+            vision_config=hf.Idefics3VisionConfig(**VISION),
+            image_token_id=256,
+            scale_factor=2,
+        ),
+    ),
+    "smolvlm": (
+        FAKE,
+        {"image_token": "<image>"},
+        hf.SmolVLMImageProcessorPil(**SPLIT),
+        {"image_seq_len": 4},
+        lambda: hf.SmolVLMConfig(
+            text_config=hf.LlamaConfig(**TEXT),
+            vision_config=hf.SmolVLMVisionConfig(**VISION),
+            image_token_id=256,
+            scale_factor=2,
+        ),
+    ),
+}
+TEMPLATE = (
+    "{% for message in messages %}[{{ message['role'] }}]{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}MARKER{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}[answer]"
+)
+
+
+def save_processor(kind: str, folder: Path) -> Any:
+    """Save a tokenizer, a chat template and the settings of a processor. Return the config of its model."""
+    special, names, images, settings, config = KINDS[kind]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=names).save_pretrained(folder)
+    marker = "<image>" if "<image>" in special else special[0]
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("MARKER", marker))
+    images.save_pretrained(folder)
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    return config()
+
+
+def save_checkpoint(kind: str, folder: Path) -> Path:
+    """Save a random model with the files of its processor."""
+    torch.manual_seed(0)
+    model = hf.AutoModelForImageTextToText.from_config(save_processor(kind, folder))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.15) if parameter.ndim > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
+
+
+def picture(height: int, width: int, seed: int = 0) -> Image.Image:
+    """Return a random image."""
+    pixels = np.random.default_rng([seed, height, width]).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def png(image: Image.Image, **options: Any) -> bytes:
+    """Return the bytes of an image's file."""
+    stream = io.BytesIO()
+    image.save(stream, **{"format": "PNG", **options})
+    return stream.getvalue()
+
+
+class Transformers:
+    """A checkpoint in transformers, which reads text with markers of images."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = hf.AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
+        self.processor = read_processor(folder, self.model.config)
+
+    def inputs(self, text: str, images: Sequence[Image.Image]) -> tuple[NDArray[np.int64], Any]:
+        """Return the token ids of a prompt and the pixels of its images, as transformers' processors make them."""
+        processor = self.processor
+        prepared = [prepare(processor, image) for image in images]
+        parts = text.split(processor.image_token)
+        texts = [processor.replace_image_token(one, 0) for one in prepared]
+        whole = "".join(part for pair in zip(parts, [*texts, ""], strict=True) for part in pair)
+        ids = np.array(processor.tokenizer(whole)["input_ids"], np.int64)
+        if not prepared:
+            return ids, None
+        axis = 1 if prepared[0]["pixel_values"].ndim == 5 else 0
+        return ids, np.concatenate([one["pixel_values"] for one in prepared], axis)
+
+    def logits(self, ids: NDArray[np.int64], pixels: Any) -> NDArray[np.float32]:
+        """Return the logits [n, vocabulary] of a whole sequence."""
+        with torch.no_grad():
+            given = {} if pixels is None else {"pixel_values": torch.from_numpy(pixels)}
+            logits = self.model(input_ids=torch.from_numpy(ids)[None], **given).logits[0]
+        return logits.float().numpy()

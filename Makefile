@@ -113,7 +113,7 @@ cuda-host:
 cuda-ptx:
 	$(PYTHON) plugins/build.py cuda-ptx
 
-# On a machine with a GPU, nvcc, PyTorch and numpy: builds, proves and measures the CUDA kernels, in less than eight
+# On a machine with a GPU, nvcc, PyTorch and numpy: builds, proves and measures the CUDA kernels, in less than ten
 # minutes.
 gpu-check:
 	$(PYTHON) -m tools.gpu_check $(GPU_CHECK)

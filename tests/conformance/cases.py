@@ -346,6 +346,36 @@ def _bundles(rng: np.random.Generator, count: int, profile: MergeProfile) -> np.
             return key
 
 
+SHARES = (1.0, 0.5, 1.5)  # of a scenario's slots and used slots, for each KV head
+
+
+def heads_of(profile: Profile, scenario: Scenario) -> list[Arrays]:
+    """Return the inputs of VoteAttention for each KV head. Heads share the positions and lengths of the new tokens."""
+    one = replace(profile, heads=(profile.heads[0] // profile.heads[1], 1))
+    heads = []
+    for h, share in enumerate(SHARES):
+        capacity = max(scenario.tokens, int(share * scenario.capacity))
+        lanes = tuple((min(int(share * used), capacity - new), new) for used, new in scenario.lanes)
+        own = replace(scenario, name=f"{scenario.name}-{h}", capacity=capacity, lanes=lanes)
+        heads.append(vote_attention_inputs(one, own))
+    position = np.max([inputs["position"] for inputs in heads], axis=0)
+    return [inputs | {"position": position} for inputs in heads]
+
+
+def states_of(profile: MergeProfile, scenario: MergeScenario) -> tuple[list[Arrays], list[MergeCacheAttributes]]:
+    """Return the state of each KV head, and the attributes of its merge."""
+    one, states, attributes = replace(profile, kv_heads=1), [], []
+    for h, share in enumerate(SHARES):
+        budget = max(int(share * scenario.budget), h + RECENT + SINKS)
+        capacity = max(int(share * scenario.capacity), budget + 1)
+        used = tuple((min(int(share * x[h % 2]), capacity),) for x in scenario.used)
+        name = f"{scenario.name}-head-{h}"
+        states.append(merge_cache_state(one, replace(scenario, name=name, capacity=capacity, budget=budget, used=used)))
+        own = one.attributes(capacity if profile.method == "full" else budget)
+        attributes.append(replace(own, recent=RECENT + h))
+    return states, attributes
+
+
 def single_precision(peak: float) -> float:
     """Return the relative tolerance of float32 results: 1e-5, or the rounding error of a logit of this magnitude.
 

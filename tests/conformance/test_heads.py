@@ -9,30 +9,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvexport.ops.merge_cache import MergeCacheAttributes
 from tests.conformance.backends import Backend, NativeCpu, reached
 from tests.conformance.cases import (
     MERGE_PROFILES,
     MERGE_SCENARIOS,
     PROFILES,
-    RECENT,
     SCENARIOS,
-    SINKS,
     MergeProfile,
     MergeScenario,
     Profile,
     Scenario,
-    merge_cache_state,
+    heads_of,
     single_precision,
+    states_of,
     stored_precision,
-    vote_attention_inputs,
 )
 from tests.conformance.comparison import assert_finite, assert_near, assert_scores
 from tests.conformance.oracle import vote_attention
 from tests.conformance.quantized import BITS, small
 
 Arrays = dict[str, np.ndarray]
-SHARES = (1.0, 0.5, 1.5)  # of a scenario's slots and used slots, for each KV head
 NATIVE = [backend for backend in reached() if backend.name == "native-cpu"]
 TRACED = ("h2o-group2", "sinks-sliding-window-group8", "ballot")  # a trace takes seconds
 every_scenario = pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
@@ -49,33 +45,6 @@ def cases(profiles: Sequence[Profile] | Sequence[MergeProfile]) -> list[Any]:
         if backend.name != "onnx-function" or profile.name in TRACED
         if isinstance(profile, Profile) or not backend.lacks(profile.attributes(1))
     ]
-
-
-def heads_of(profile: Profile, scenario: Scenario) -> list[Arrays]:
-    """Return the inputs of VoteAttention for each KV head. Heads share the positions and lengths of the new tokens."""
-    one = replace(profile, heads=(profile.heads[0] // profile.heads[1], 1))
-    heads = []
-    for h, share in enumerate(SHARES):
-        capacity = max(scenario.tokens, int(share * scenario.capacity))
-        lanes = tuple((min(int(share * used), capacity - new), new) for used, new in scenario.lanes)
-        own = replace(scenario, name=f"{scenario.name}-{h}", capacity=capacity, lanes=lanes)
-        heads.append(vote_attention_inputs(one, own))
-    position = np.max([inputs["position"] for inputs in heads], axis=0)
-    return [inputs | {"position": position} for inputs in heads]
-
-
-def states_of(profile: MergeProfile, scenario: MergeScenario) -> tuple[list[Arrays], list[MergeCacheAttributes]]:
-    """Return the state of each KV head, and the attributes of its merge."""
-    one, states, attributes = replace(profile, kv_heads=1), [], []
-    for h, share in enumerate(SHARES):
-        budget = max(int(share * scenario.budget), h + RECENT + SINKS)
-        capacity = max(int(share * scenario.capacity), budget + 1)
-        used = tuple((min(int(share * x[h % 2]), capacity),) for x in scenario.used)
-        name = f"{scenario.name}-head-{h}"
-        states.append(merge_cache_state(one, replace(scenario, name=name, capacity=capacity, budget=budget, used=used)))
-        own = one.attributes(capacity if profile.method == "full" else budget)
-        attributes.append(replace(own, recent=RECENT + h))
-    return states, attributes
 
 
 @pytest.mark.parametrize(("backend", "profile"), cases(PROFILES))

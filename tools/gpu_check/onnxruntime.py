@@ -1,7 +1,8 @@
 """Engines on ONNX Runtime's CUDA provider, with and without CUDA graphs: the part `onnxruntime` of `gpu_check`.
 
-The results are compared with the ONNX functions on the CPU. The part needs onnxruntime-gpu and the packages of
-`kvexport build`. Without one of them it is skipped, and its row names the missing one.
+The float16 engine has per-head budgets and weights of 4 bits. The results are compared with the ONNX functions on the
+CPU. The part needs onnxruntime-gpu and the packages of `kvexport build`. Without one of them it is skipped, and its row
+names the missing one.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def onnxruntime(target: Target) -> Figures:
     figures: Figures = {}
     with tempfile.TemporaryDirectory() as folder:
         for dtype in TOLERANCE:
+            answers = []
             artifact = small_artifact(Path(folder), dtype)
             with operators("off"):
                 from kvexport.engine.load import load
@@ -47,13 +49,16 @@ def onnxruntime(target: Target) -> Figures:
                     f"{dtype}, graphs {graphs}: a logit differs by {worst:.3g} of the largest"
                 )
                 model: Any = engine.model
+                greedy, tokens = greedy_times(engine)
+                answers.append(tokens)
                 figures[f"{dtype}, {'graphs' if graphs else 'plain'}"] = {
                     "largest difference": worst,
                     **step_times(engine),
-                    **greedy_times(engine),
+                    **greedy,
                     "captured": sorted(model.graphs),
                     "why not": model.graph_problem,
                 }
+            assert answers[0] == answers[1], f"{dtype}: CUDA graphs give other tokens"
     return figures
 
 
@@ -87,7 +92,7 @@ def build_for_this_gpu() -> Path:
 
 
 def small_artifact(folder: Path, dtype: str) -> Path:
-    """Build a random Llama of two layers with keepkv at 32 slots."""
+    """Build a random Llama of two layers with keepkv at 32 slots; in float16 as the docstring of this file says."""
     from kvexport.export.build import build
     from tests.support.models import llama, make_recipe, save_checkpoint
 
@@ -96,10 +101,14 @@ def small_artifact(folder: Path, dtype: str) -> Path:
         save_checkpoint(checkpoint, llama())
     cache = {"method": "keepkv", "budget": 32, "merge_every": 4}
     limits = {"max_length": 512, "max_batch": len(LENGTHS)}
-    return build(
-        make_recipe(checkpoint, dtype=dtype, cache=cache, export={"prefill_chunk": CHUNK}, limits=limits),
-        folder / dtype,
-    )
+    recipe = make_recipe(checkpoint, dtype=dtype, cache=cache, export={"prefill_chunk": CHUNK}, limits=limits)
+    if dtype == "float16":
+        values = recipe.model_dump(mode="json")
+        values["cache"]["allocation"] = {"kind": "listed", "shares": [[1.0, 0.6], [0.7, 1.3]]}
+        values["weights"] |= {"bits": 4, "group": 32}
+        values["backend"]["device"] = "cuda"  # packed weights are laid out for it
+        recipe = type(recipe).model_validate(values)
+    return build(recipe, folder / dtype)
 
 
 def device_engine(artifact: Path, library: Path, *, graphs: bool, on_host: bool) -> Any:
@@ -170,8 +179,8 @@ def step_times(engine: Any) -> Figures:
     return {"ms of a step": plain, "ms of a step that merges": merging}
 
 
-def greedy_times(engine: Any) -> Figures:
-    """Return milliseconds per step of greedy answers, with calls that run ahead of the host and without.
+def greedy_times(engine: Any) -> tuple[Figures, list[list[int]]]:
+    """Return milliseconds per step of greedy answers, and their tokens, with calls that run ahead and without.
 
     Both must give the same tokens.
     """
@@ -185,7 +194,7 @@ def greedy_times(engine: Any) -> Figures:
         name = "ms of a greedy step that runs ahead" if ahead else "ms of a greedy step"
         figures[name] = 1e3 * one.timing.decode_seconds / one.timing.steps
     assert answers[0] == answers[1], "calls that run ahead of the host give other tokens"
-    return figures
+    return figures, answers[0]
 
 
 PARTS = {"onnxruntime": onnxruntime}

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tests.conformance.cuda_library import COUNTER_BYTES, bfloat16, float32_of, lacks
 from tools.gpu_check.parts import INPUTS, Step, attributes_of, layer, merge_state
 from tools.gpu_check.target import Figures, Target
+
+if TYPE_CHECKING:
+    from tests.conformance.cases import MergeScenario, Scenario
 
 Arrays = dict[str, np.ndarray]
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
@@ -75,8 +79,37 @@ def conformance(target: Target) -> Figures:
                 what=f"{profile.name}, {scenario.name}:",
             )
             count += 1
+    count += head_cases(target, scenarios, merge_scenarios)
     large = large_cases(target, errors)
     return {"cases": count, "without a kernel": lacking, "large": large, "largest error": errors, "allowed": TOLERANCE}
+
+
+def head_cases(target: Target, scenarios: Sequence[Scenario], merges: Sequence[MergeScenario]) -> int:
+    """Test per-head budgets: attention against the oracle, and merges against those of each head alone."""
+    from tests.conformance import cases, oracle
+    from tests.conformance.comparison import assert_near
+
+    count = 0
+    for profile, scenario in itertools.product(cases.PROFILES, scenarios):
+        heads = cases.heads_of(profile, scenario)
+        for inputs, actual in zip(heads, target.caller.vote_attention_of(heads, profile.attributes), strict=True):
+            expected, allowed = (
+                oracle.vote_attention(inputs, profile.attributes),
+                cases.stored_precision(profile.dtype, scenario.peak),
+            )
+            assert_near(actual["output"], expected["output"], allowed, f"{profile.name}, {scenario.name}: a head")
+        count += 1
+    for merge, merged in itertools.product((p for p in cases.MERGE_PROFILES if not lacks(p.build_method())), merges):
+        states, attributes = cases.states_of(merge, merged)
+        for state, own, actual in zip(
+            states, attributes, target.caller.merge_cache_of(states, attributes), strict=True
+        ):
+            alone = target.caller.merge_cache(state, own)
+            assert all(actual[name].tobytes() == x.tobytes() for name, x in alone.items()), (
+                f"{merge.name}, {merged.name}: a head merges otherwise beside others"
+            )
+        count += 1
+    return count
 
 
 # Query heads of a KV head, and the size of a head.

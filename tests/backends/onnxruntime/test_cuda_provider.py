@@ -384,8 +384,9 @@ def test_gpu_check_times_greedy_steps_and_compares_their_tokens(
     tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = on_device(tiny_artifact, graphs=True)
-    times = gpu_check().greedy_times(engine)
+    times, tokens = gpu_check().greedy_times(engine)
     assert set(times) == {"ms of a greedy step", "ms of a greedy step that runs ahead"}
+    assert len(tokens) == len(gpu_check().PROMPTS)
     assert all(0 < value < 1000 for value in times.values())
     begin = OnnxRuntimeState.begin
 

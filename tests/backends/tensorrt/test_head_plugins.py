@@ -17,15 +17,22 @@ from kvexport.methods.slots import Statistic
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.onnx_function import merge_cache_node_attributes, vote_attention_node_attributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
-from tests.conformance.cases import MERGE_PROFILES, MERGE_SCENARIOS, PROFILES, SCENARIOS, MergeProfile, Profile
+from tests.conformance.cases import (
+    MERGE_PROFILES,
+    MERGE_SCENARIOS,
+    PROFILES,
+    SCENARIOS,
+    MergeProfile,
+    Profile,
+    states_of,
+)
+from tests.conformance.cases import heads_of as heads_of_profile
 from tests.conformance.cuda_library import Caller as DirectCaller
 from tests.conformance.cuda_library import lacks
 from tests.conformance.test_cuda_heads import MANY, call_of, heads_of
 from tests.conformance.test_cuda_heads_merge import MANY as MANY_THAT_MERGE
 from tests.conformance.test_cuda_heads_merge import call_of as merge_call_of
 from tests.conformance.test_cuda_heads_merge import heads_of as states_of_heads
-from tests.conformance.test_heads import heads_of as heads_of_profile
-from tests.conformance.test_heads import states_of
 from tests.support.tensorrt_harness import (
     ATTENTION,
     FLOAT,

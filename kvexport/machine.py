@@ -13,6 +13,7 @@ from kvexport.units import format_bytes
 # A core of less than this share of the fastest core's capacity would be the last to finish every product.
 FAST = 0.75
 TORCH_BYTES = 1 << 30
+KEPT_BYTES = 1 << 30  # what a server keeps of prefixes, and of sessions, by default
 
 
 class Threads(NamedTuple):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvexport.errors import UsageError
+from kvexport.machine import KEPT_BYTES
 from kvexport.plan.cache import CachePlan, LayerCache, LayerGeometry
 from kvexport.plan.planner import cache_notes, plan_cache, settled_plan, state_bytes
 from kvexport.recipe.fields import MOST, Recipe, shown_length
@@ -20,7 +21,6 @@ from kvexport.schema.state import RING, StateTensor
 from kvexport.units import format_bytes
 
 PROGRAM_BYTES = 512 << 20  # Python, the backend, and activations of a small model
-KEPT_BYTES = 1 << 30  # the default for prefixes, and for sessions
 NOT_COUNTED = "activations and the backend's own buffers are not counted"
 ESTIMATED = "activations and CUDA's own memory are estimated, and were measured on no GPU"
 # An assumption for CUDA's context, and the code and workspaces of its libraries.

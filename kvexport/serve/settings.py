@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvexport.errors import UsageError
-from kvexport.plan.memory import KEPT_BYTES
+from kvexport.machine import KEPT_BYTES
 
 MIB = 1 << 20
 

@@ -1,13 +1,15 @@
-"""Shared parts of the benchmarks: checkpoints of random weights, memory bandwidth, interleaved timing, JSON results."""
+"""Shared parts of the benchmarks: options, checkpoints of random weights, memory bandwidth, turns, JSON results."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import date
@@ -17,10 +19,14 @@ from typing import Any
 
 import numpy as np
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 # Recipes and a trained checkpoint that only benchmarks and tests use.
-TEST_RECIPES = Path(__file__).parent.parent / "tests" / "recipes"
-SMALL_CHECKPOINT = Path(__file__).parent.parent / "tests" / "checkpoints" / "small"
+TEST_RECIPES = ROOT / "tests" / "recipes"
+SMALL_CHECKPOINT = ROOT / "tests" / "checkpoints" / "small"
+
+# Where scripts put what they build unless --work names another folder.
+WORK = Path(tempfile.gettempdir()) / "kvexport-benchmark"
 
 # M, the reference model of all CPU figures (27.8M parameters), and two shapes of real checkpoints.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -49,6 +55,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         vocab_size=32000,
     ),
 }
+
+
+def options_of(description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a script's options, whose help is the script's docstring as it stands."""
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def make_checkpoint(shape: str, folder: Path, dtype: str = "float32", seed: int = 0) -> Path:
@@ -100,6 +111,15 @@ def make_checkpoint(shape: str, folder: Path, dtype: str = "float32", seed: int 
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     write_tokenizer(folder, config.vocab_size)
     (folder / "complete").touch()
+    return folder
+
+
+def make_checkpoint_apart(shape: str, folder: Path, dtype: str) -> Path:
+    """Write a checkpoint in a process of its own: what is measured later starts with the peak memory of its parent."""
+    code = "import sys, pathlib; from benchmarks.common import make_checkpoint as make; "
+    code += "make(sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3])"
+    command = [sys.executable, "-c", code, shape, str(folder.absolute()), dtype]
+    subprocess.run(command, check=True, cwd=ROOT)
     return folder
 
 
@@ -170,19 +190,27 @@ def machine() -> dict[str, Any]:
 def head() -> dict[str, Any]:
     """Return the date, command, commit and machine of a measurement."""
     commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent, check=False
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
     ).stdout.strip()
     # processor.py sets the variable. Absolute paths are private, so DIR replaces them.
     processor = os.environ.get("AS_PROCESSOR")
-    outer = ["processor.py", processor] if processor else []
+    outer = ["benchmarks/speed/processor.py", processor] if processor else []
     arguments = ("DIR" if Path(a).is_absolute() else a for a in sys.argv[1:])
-    command = " ".join(["python", *outer, Path(sys.argv[0]).name, *arguments])
+    script = Path(sys.argv[0]).resolve()
+    named = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
+    command = " ".join(["python", *outer, str(named), *arguments])
     return {"date": date.today().isoformat(), "command": command, "commit": commit, "machine": machine()}
 
 
-def save(name: str, figures: dict[str, Any]) -> Path:
-    """Write benchmarks/results/NAME.json: date, command, commit and machine, then the figures."""
+def earlier(name: str) -> dict[str, Any]:
+    """Return what benchmarks/results/NAME.json holds; nothing if there is no such file."""
     path = RESULTS / f"{name}.json"
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def save(name: str | Path, figures: dict[str, Any]) -> Path:
+    """Write a file, or benchmarks/results/NAME.json: date, command, commit and machine, then the figures."""
+    path = name if isinstance(name, Path) else RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     plain = json.loads(json.dumps({**head(), **figures}, default=_plain))
     path.write_text(_lines(plain) + "\n", encoding="utf-8")

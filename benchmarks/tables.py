@@ -8,33 +8,52 @@ written between its marks, `<!-- NAME -->` and `<!-- end -->`. A test checks tha
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import re
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
-import length_figure
-from budget_tables import (
-    budget_kinds,
-    calibration_cost,
-    calibration_texts,
-    default_quality,
-    head_budgets,
-    listed,
-    once,
-    small_listed,
-)
-from decoder_tables import decoder_tables
-from newer_tables import newer_methods
-from table_parts import BUDGETS, ROOT, load, name_of, shown, table
-
+from benchmarks.common import RESULTS, ROOT
 from kvexport.evaluate.statistics import mean
 from kvexport.methods import all_methods
 from kvexport.methods.base import Method
 from kvexport.methods.slots import Statistic
 from kvexport.recipe.describe import describe_fields
 from kvexport.recipe.fields import Recipe
+from kvexport.report.drawings import COLOURS, STYLE
+
+BUDGETS = {0.05: "1/20", 0.125: "1/8", 0.25: "1/4", 0.5: "1/2"}
+
+
+def load(name: str) -> Any:
+    """Return the content of benchmarks/results/NAME.json."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def table(*rows: tuple[str, ...]) -> str:
+    """Return a table in Markdown; the first row is the header."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def name_of(label: str) -> str:
+    """Return a label as Markdown: "keepkv:cache.recent=0.1" as "`keepkv`, recent 0.1"."""
+    method, *settings = label.split(":")
+    return ", ".join(
+        [
+            f"`{method}`",
+            *(setting.removeprefix("cache.").removeprefix("export.").replace("=", " ") for setting in settings),
+        ]
+    )
+
+
+def shown(estimate: dict[str, float]) -> str:
+    """Return a figure with its interval."""
+    return f"{estimate['value']:.3g} [{estimate['low']:.2g}, {estimate['high']:.2g}]"
+
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 KINDS = {"log_ema": "ln of the average exp(logit)", "probability": "sum of probabilities", "none": "none"}
@@ -241,23 +260,12 @@ def recall_differences() -> str:
     return table(header, *lines)
 
 
-def recall_text() -> str:
-    """Return the table of KL of text with whole layers and without."""
-    rows = load("recall-smollm2")["text"]["rows"]
-    named = {0.25: "1/4", 0.333: "1/3"}
-    lines = {r["method"]: [f"`{r['method']}`"] for r in rows}
-    for r in sorted(rows, key=lambda r: r["budget"]):
-        lines[r["method"]].append(f"{shown(r['kl'])}, {r['slots']}")
-    header = ("method", *(named[round(b, 3)] for b in sorted({r["budget"] for r in rows})))
-    return table(header, *map(tuple, lines.values()))
-
-
 def packed_speed() -> str:
     """Return the table of engines of packed weights beside their peers, by processor and instruction set."""
     lines = []
     for processor, model, weights in itertools.product(PACKED_PROCESSORS, PACKED_MODELS, ("int4", "int8", "float16")):
         name = f"quantized-{model}-{weights}-{processor}"
-        if not (ROOT / "benchmarks" / "results" / f"{name}.json").exists():
+        if not (RESULTS / f"{name}.json").exists():
             continue
         results = load(name)
         for tokens, result in results.items():
@@ -283,14 +291,253 @@ def packed_quality() -> str:
     return table(("weights", "MB", "KL, nats (standard error)", "same likeliest token"), *lines)
 
 
-def quantized_cache() -> str:
-    """Return the table of the KL that few bits for keys and values cost, with merging and without."""
+# Recipes with measured budgets of layers (MODEL-listed) or of KV heads (MODEL-heads).
+LISTED = tuple(f"{model}-{of}" for model in ("tiny", "small", "smollm2-135m") for of in ("listed", "heads"))
+
+
+def listed() -> str:
+    """Return the table of `ballot` in measured budgets (recipes *-listed, *-heads) beside the method of the lowest KL.
+
+    The other methods have their own budgets.
+    """
     lines = []
-    for what, (value, low, high, count) in load("quantized-cache")["kl"].items():
-        method, slots, form = what.split(" | ")
-        interval = f" [{low:.2g}, {high:.2g}]" if count > 2 else ""
-        lines.append((f"`{method}`", slots, form, f"{value:.3g}{interval}", str(count)))
-    return table(("method", "slots", "keys and values", "KL, nats", "texts"), *lines)
+    for recipe in LISTED:
+        model, _, of = recipe.rpartition("-")
+        if not (RESULTS / f"sweep-{recipe}.json").exists():
+            continue  # not measured yet
+        others = load(f"sweep-{model}-base")["groups"]["methods"]["rows"]
+        for row in load(f"sweep-{recipe}")["groups"]["listed"]["rows"]:
+            if row["label"] != "ballot":
+                continue
+            for task, score in row["scores"].items():
+                beside = {r["label"]: r["scores"][task] for r in others if r["budget"] == row["budget"]}
+                best = min(beside, key=lambda label: beside[label]["kl"]["value"])
+                less = score["kl"]["value"] / beside[best]["kl"]["value"] - 1
+                cells = [name_of(best), shown(beside[best]["kl"]), shown(score["kl"]), f"{less:+.0%}"]
+                right = [x["accuracy"] for x in (beside[best], score)]
+                cells += ["" if x is None else f"{x['value']:.2f}" for x in right]
+                of_what = "heads" if of == "heads" else "layers"
+                lines.append((model, task, BUDGETS[row["budget"]], of_what, *cells))
+    header = ("model", "task", "budget", "of", "best other", "its KL", "listed", "change", "its recall", "listed's")
+    return table(header, *lines)
+
+
+TEXT_KINDS = {"prose": "English prose", "german": "German", "french": "French", "python": "Python", "c++": "C++"}
+LENGTH = 1024  # tokens that budget_kinds.py reads
+MEASURED = "ballot, budgets of heads"
+
+
+def _triple(values: list[float]) -> str:
+    return shown(dict(zip(("value", "low", "high"), values, strict=True)))
+
+
+def _text_kinds() -> list[dict[str, Any]]:
+    """Return the rows of budget_kinds.py's results, by slots and kind of text."""
+    names = [f"budget-kinds-{slots}" for slots in (64, 128, 256)]
+    known = [name for name in names if (RESULTS / f"{name}.json").exists()]
+    return [row for name in known for row in load(name)["rows"]]
+
+
+def default_quality() -> str:
+    """Return the table of KL on held-out texts: published methods, `ballot`, and `ballot` as a build sets it up.
+
+    The lowest KL of a column is in bold.
+    """
+    columns = [row for row in _text_kinds() if row["kind"] == "held-out"]
+    best = [min(row["kl"], key=lambda method: row["kl"][method][0]) for row in columns]
+    names = {MEASURED: "`ballot`, measured budgets (default of `kvexport build`)"}
+    lines = []
+    for method in columns[0]["kl"]:
+        cells = [_triple(row["kl"][method]) for row in columns]
+        cells = [f"**{cell}**" if method == top else cell for cell, top in zip(cells, best, strict=True)]
+        lines.append((names.get(method, f"`{method}`"), *cells))
+    return table(("method", *(f"1/{LENGTH // row['slots']}" for row in columns)), *lines)
+
+
+def budget_kinds() -> str:
+    """Return the table of KL and loss on each kind of text that the calibration of the budgets did not read."""
+    lines = []
+    for row in _text_kinds():
+        if row["kind"] == "held-out":
+            continue
+        kl, loss = row["kl"], row["loss"]
+        best = min((name for name in kl if not name.startswith("ballot")), key=lambda name: kl[name][0])
+        figures = [f"{kl[name][0]:.3f}" for name in (best, "ballot")]
+        added = [f"{loss[name][0]:.3f}" for name in (best, "ballot", MEASURED)]
+        change = f"{kl[MEASURED][0] / kl[best][0] - 1:+.0%}"
+        kind = TEXT_KINDS.get(row["kind"], row["kind"])
+        lines.append((str(row["slots"]), kind, f"`{best}`", *figures, _triple(kl[MEASURED]), change, *added))
+    header = ("slots", "kind", "best published", "its KL", "`ballot`", "measured budgets", "change")
+    return table((*header, "loss: best published", "`ballot`", "measured"), *lines)
+
+
+def quantized_budgets() -> str:
+    """Return the table of methods in quantized caches that have as many bytes as a float16 cache, beside that cache.
+
+    Each line averages over the texts that all of its methods have.
+    """
+    results = {(r["budget"], r["dtype"], r["method"]): r for r in load("quantized-budgets")["rows"].values()}
+    for name, recipe, group, label in (
+        ("keepkv", "smollm2-135m-base", "methods", "keepkv"),
+        ("ballot", "smollm2-135m-base", "methods", "ballot"),
+        ("listed", "smollm2-135m-listed", "listed", "ballot"),
+        ("heads", "smollm2-135m-heads", "listed", "ballot"),
+    ):
+        if not (RESULTS / f"sweep-{recipe}.json").exists():
+            continue  # not measured yet
+        for row in load(f"sweep-{recipe}")["groups"][group]["rows"]:
+            if row["label"] == label:
+                kl = row["scores"]["text"]["samples"]["kl"]
+                results[row["budget"], "float16", name] = {"slots": row["slots"], "kl": kl}
+    lines = []
+    for budget, dtype in itertools.product((0.05, 0.125, 0.25), ("float16", "int8", "k8v4")):
+        cells = [results.get((budget, dtype, name)) for name in ("keepkv", "ballot", "listed", "heads")]
+        measured = [cell for cell in cells if cell]
+        count = min((len(cell["kl"]) for cell in measured), default=0)
+        kl = [shown(asdict(mean(cell["kl"][:count]))) if cell else "" for cell in cells]
+        if measured:
+            lines.append((BUDGETS[budget], dtype, str(measured[-1]["slots"]), *kl, str(count)))
+    return table(
+        ("budget", "keys and values", "slots", "`keepkv`", "`ballot`", "... of layers", "... of heads", "texts"), *lines
+    )
+
+
+def once(task: str) -> str:
+    """Return the table of contexts that are compressed once.
+
+    For texts it shows the KL of the tokens that follow, for passages the exact answers and the right digits.
+    """
+    rows = [r for r in load("once")["rows"] if r["task"] == task]
+    figures = ("kl",) if task == "text" else ("exact", "digits")
+    cells = {(r["method"], r["divisor"]): [*(shown(r[x]) for x in figures), str(len(r["each"]))] for r in rows}
+    parts = sorted({r["divisor"] for r in rows if r["divisor"] > 1})
+    blank, lines = [""] * (len(figures) + 1), []
+    for method in dict.fromkeys(r["method"] for r in rows):
+        whole = cells.get((method, 1))
+        row_cells = [whole or cells.get((method, part), blank) for part in parts]
+        lines.append((f"`{method}`", *(cell for part in row_cells for cell in part)))
+    counted = "texts" if task == "text" else "passages"
+    return table(("method", *(f"1/{part}, {x}" for part in parts for x in (*figures, counted))), *lines)
+
+
+def calibration_cost() -> str:
+    """Return the table of the time and memory that measuring one text takes."""
+    names = {"smollm2": "SmolLM2-135M", "1b": "1.1B Llama", "7b": "7B Llama"}
+    rows = load("calibration-cost")["rows"].values()
+    lines = [
+        (
+            names[r["shape"]],
+            str(r["tokens"]),
+            f"{r['seconds']:.0f} s",
+            f"{r['ten_texts_minutes']:.0f} min" if r["ten_texts_minutes"] >= 10 else f"{r['ten_texts_minutes']} min",
+            f"{r['start_megabytes'] / 1e3:.2f} GB",
+            f"{r['peak_megabytes'] / 1e3:.2f} GB",
+            f"{r['estimate_megabytes'] / 1e3:.2f} GB",
+        )
+        for r in rows
+    ]
+    header = ("model", "tokens of a text", "one text", "ten texts", "memory before", "memory at most", "estimate")
+    return table(header, *lines)
+
+
+PEERS = ("llamacpp", "genai")
+MEANING = {
+    "equal": "every logit is within 1e-4 of the largest logit, and the most likely next tokens are equal",
+    "refused": "the build stops with a reason, before it reads a weight",
+    "no text": "transformers does not run the model on tokens alone",
+    "not made": "transformers cannot make the tiny model of this page here",
+    "different": "a logit differs by more, without an error",
+    "leaked": "the build ends with an exception of torch or transformers, without a reason of kvexport",
+}
+LONGEST = 200  # characters of a reason
+ISAS = ("amx", "avx512vnni")
+
+
+def decoder_tables() -> dict[str, str]:
+    """Return every table by its mark."""
+    types: dict[str, Any] = load("decoder-types")["types"]
+    named = {result: [name for name, x in types.items() if x["result"] == result] for result in MEANING}
+    counts = [(result, meaning, str(len(named[result]))) for result, meaning in MEANING.items()]
+    counts.append(("all", "", str(len(types))))
+    by_initial = groupby(named["equal"], key=lambda name: name[0])
+    equal = [(initial, ", ".join(f"`{name}`" for name in names)) for initial, names in by_initial]
+    others = [name for result in ("no text", "not made", "different", "leaked") for name in named[result]]
+    return {
+        "decoder types": table(("result", "meaning", "types"), *counts),
+        "decoder types equal": table(("", "types"), *equal),
+        "decoder types refused": table(
+            ("type", "reason"), *(_type_row(name, types[name]) for name in named["refused"])
+        ),
+        "decoder types of other results": table(("type", "reason"), *(_type_row(name, types[name]) for name in others)),
+        "decoders": decoders(),
+    }
+
+
+def decoders() -> str:
+    """Return the table of mixtures of experts and hybrids beside llama.cpp and onnxruntime-genai."""
+    rows = []
+    for isa in ISAS:
+        found = load(f"decoders-{isa}")
+        for what, r in found.items():
+            if not isinstance(r, dict) or "tokens_per_second" not in r:
+                continue
+            name, _, kind = what.partition(", ")
+            speed, goal = r["tokens_per_second"], r.get("goal")
+            layers = str(found["layers"][name])
+            sides = [f"{speed[side]:g}" if side in speed else "" for side in ("kvexport", *PEERS)]
+            ratios = [f"{r[f'over_{peer}']:.2f}" if peer in speed else "" for peer in PEERS]
+            rows.append((name, layers, isa, kind, *sides, *ratios, f"{goal:g}" if goal else ""))
+    peers = ("llama.cpp", "genai", "ratio to llama.cpp", "ratio to genai")
+    header = ("layers of", "layers", "instruction set", "tokens", "kvexport", *peers, "goal")
+    return table(header, *rows)
+
+
+def _type_row(name: str, result: dict[str, Any]) -> tuple[str, str]:
+    reason = result["reason"].replace("|", "\\|").replace("<", "&lt;")
+    return f"`{name}`", reason if len(reason) <= LONGEST else f"{reason[:LONGEST]} ..."
+
+
+# SmolLM2-135M has 30 layers of 3 KV heads of 64; the cache is float32, with 512 slots and a slack of one chunk.
+FIGURE = ROOT / "docs" / "_static" / "length.svg"
+HEADS, ROW, SLOTS, CHUNK = 30 * 3, 2 * 64 * 4, 512, 128
+SLOT = ROW + 3 * 4  # bytes of keys and values, and of votes, one score and the position
+
+
+def length_figure() -> str:
+    """Return the figure of README.md: time per token and memory of the cache by text length, beside the full cache."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    results = load("quantized-smollm2-int4-epyc")
+    speed = {int(key.split()[1]): row["tokens_per_second"] for key, row in results.items() if key.startswith("decode ")}
+    lengths = sorted(speed)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(7.5, 3), layout="constrained")
+        figure.set_facecolor("white")
+        time, memory = figure.subplots(1, 2)
+        for name, side, colour, most in (
+            ("full cache", "full", COLOURS[1], lengths[-1]),
+            ("512 slots", "keepkv", COLOURS[0], SLOTS + CHUNK),
+        ):
+            time.plot(lengths, [1000 / speed[n][side] for n in lengths], color=colour, marker="o", label=name)
+            grid = sorted({0, SLOTS + CHUNK, *lengths})
+            memory.plot(grid, [HEADS * SLOT * min(n, most) / 1e6 for n in grid], color=colour, label=name)
+        time.set_title("Milliseconds per token")
+        memory.set_title("Megabytes of the cache of one sequence")
+        for axes in (time, memory):
+            axes.set_xlabel("tokens of text")
+            axes.set_xlim(0)
+            axes.set_ylim(0)
+            axes.legend()
+        machine = f"{results['machine']['cores']} cores, {results['machine']['cpu']}, {results['date']}"
+        figure.supxlabel(f"SmolLM2-135M with 4-bit weights, KeepKV with 512 slots; {machine}", size=8, color="#6b7280")
+        text = io.StringIO()
+        canvas: Any = FigureCanvasSVG(figure)
+        canvas.print_svg(
+            text, metadata={"Date": None, "Title": "Time per token and memory of the cache by text length"}
+        )
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 
 
 def tables() -> dict[str, str]:
@@ -300,14 +547,10 @@ def tables() -> dict[str, str]:
     for question in ("unknown", "known"):
         texts[f"recall {question}"] = recall(2000, known=question == "known")
     texts |= {"listed": listed(), "packed speed": packed_speed(), "packed quality": packed_quality()}
-    texts |= {"quantized cache": quantized_cache()}
     texts |= {"default quality": default_quality(), "budget kinds": budget_kinds()}
-    texts |= {f"newer {part}": newer_methods(part) for part in ("streamed", "once")}
-    texts |= {"calibration cost": calibration_cost(), "calibration texts": calibration_texts()}
-    texts |= {"small listed": small_listed(), "head budgets": head_budgets(), **decoder_tables()}
+    texts |= {"calibration cost": calibration_cost()}
+    texts |= {"quantized budgets": quantized_budgets(), **decoder_tables()}
     texts |= {f"once {task}": once(task) for task in ("text", "codes")}
-    if load("recall-smollm2").get("text"):  # `recall_real.py text` was run
-        texts["recall text"] = recall_text()
     for recipe, figures in FIGURES.items():
         texts |= {f"{recipe} {task} {figure}": compared(recipe, task, figure) for task, figure in figures}
         if recipe in PAIRED:
@@ -334,7 +577,7 @@ def main() -> None:
     for path in PAGES:
         text = path.read_text(encoding="utf-8")
         path.write_text(written(text, texts), encoding="utf-8")
-    length_figure.FILE.write_text(length_figure.figure(), encoding="utf-8")
+    FIGURE.write_text(length_figure(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,13 +8,10 @@ which takes hours on a real model.
 
 from __future__ import annotations
 
-from typing import Any
-
-import cuda_mutants
-import kernel_mutants
 import pytest
-import tables
 
+from benchmarks import tables
+from benchmarks.correctness import mutants
 from kvexport.methods import all_methods
 
 TRAINED = ("tiny-base", "small-base")
@@ -46,12 +43,9 @@ def test_every_method_stays_finite_and_bounded_over_twenty_training_lengths(reci
         assert row["key_norm"][1] <= limit * rows["full"]["key_norm"][1], label
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "mutants"),
-    [("kernel-mutants", "detected", kernel_mutants.MUTANTS), ("cuda-mutants", "detected by", cuda_mutants.MUTANTS)],
-)
-def test_every_planted_bug_was_found(name: str, key: str, mutants: tuple[Any, ...]) -> None:
-    run = tables.load(name)
-    assert run["mutants"].keys() == {mutant.name for mutant in mutants}
-    assert all(row[key] for row in run["mutants"].values())
+@pytest.mark.parametrize("kind", ["kernels", "cuda"])
+def test_every_planted_bug_was_found(kind: str) -> None:
+    run = tables.load(mutants.CHECKS[kind][0])
+    assert run["mutants"].keys() == {mutant.name for mutant in mutants.TABLES[kind]}
+    assert all(map(mutants.detected, run["mutants"].values()))
     assert not any(run.get("unchanged", {}).values())

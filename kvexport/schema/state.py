@@ -101,8 +101,8 @@ SCALES = (
 # The types of a quantized cache: that of its keys, and that of its values.
 SMALL = {"int8": ("int8", "int8"), "int4": ("int4", "int4"), "k8v4": ("int8", "int4")}
 # The int8 number that each of int4's sixteen codes stands for. A rotated row has nearly normal numbers, the largest of
-# which is 127. These sixteen numbers give the least mean square error (benchmarks/four_bits.py). Code 0 is the number
-# 0, so that zeros stay zeros.
+# which is 127. These sixteen numbers give the least mean square error (docs/measurements/quantized-cache.md). Code 0 is
+# the number 0, so that zeros stay zeros.
 INT4 = (0, 11, 22, 34, 46, 60, 77, 98, 127, -127, -94, -72, -54, -39, -25, -12)
 # For every byte, the two numbers that its codes stand for.
 PAIRS = tuple((INT4[byte & 15], INT4[byte >> 4]) for byte in range(256))

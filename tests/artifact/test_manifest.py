@@ -21,14 +21,7 @@ from tests.support.artifacts import rewrite
 
 # The writer adds these fields. A reader uses all others.
 UNREAD = {"format", "manifest_sha256"}
-OPTIONAL = {
-    "engines",
-    "top_logits",
-    "graphs.top_logits",
-    "contract_version",
-    "recipe.name",
-    "cache.0.extra",
-}
+OPTIONAL = {"engines", "top_logits", "graphs.top_logits", "contract_version", "recipe.name", "cache.0.extra"}
 
 
 @pytest.fixture(scope="module")

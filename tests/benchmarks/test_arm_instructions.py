@@ -7,10 +7,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import arm_instructions
 import pytest
-from arm_instructions import COMPILER, OUTPUTS, Case
 
+from benchmarks.speed import arm_instructions
+from benchmarks.speed.arm_instructions import COMPILER, OUTPUTS, Case
 from tests.support.paths import ROOT
 
 LOOP = """

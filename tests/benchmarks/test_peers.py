@@ -1,4 +1,4 @@
-"""Tests of the measurements of `benchmarks/peers.py`, on invented data, because the other projects' code is absent."""
+"""The measurements of `benchmarks/correctness/peers.py` on invented data, without the other projects' code."""
 
 from __future__ import annotations
 
@@ -7,13 +7,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import peer_codes
 import pytest
 import torch
-from peer_caches import Cache, Heads, jaccard, likeness, merged, output_gap, prefilled, raw, read, same
-from peer_merges import window_score
-from peer_pairs import bracket_weights
 
+from benchmarks.correctness import peer_codes
+from benchmarks.correctness.peer_caches import (
+    Cache,
+    Heads,
+    jaccard,
+    likeness,
+    merged,
+    output_gap,
+    prefilled,
+    raw,
+    read,
+    same,
+)
+from benchmarks.correctness.peer_merges import window_score
+from benchmarks.correctness.peer_pairs import bracket_weights
 from kvexport.methods.h2o import H2O
 from kvexport.methods.keepkv import KeepKV
 from kvexport.methods.slots import corrected_log_ema
@@ -134,8 +145,9 @@ def test_the_three_switches_of_the_weights_each_do_something() -> None:
 
 
 def test_a_press_selects_positions_on_every_layer() -> None:
-    from peer_presses import their_positions
     from transformers import AutoModelForCausalLM
+
+    from benchmarks.correctness.peer_presses import their_positions
 
     class Last:
         def compress(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import keydiff
 import pytest
-import recall_real
-import tables
 import torch
 
+from benchmarks.quality import recall_real
 from kvexport.methods.slots import Slots
 
 
@@ -18,7 +16,7 @@ def test_keydiff_keeps_the_keys_that_differ_from_the_mean_of_those_that_are_ther
     votes = torch.tensor([[[1.0, 1.0, 1.0, 1.0, 0.0]]])
     nothing = torch.zeros(1, 1, 5)
     slots = Slots(key, key, votes, nothing[:, :, None], nothing.int(), torch.zeros(1, 1, 1, dtype=torch.int32))
-    score = keydiff.KeyDiff().keep_score(slots, votes > 0, 1)[0, 0, :4]
+    score = recall_real.KeyDiff().keep_score(slots, votes > 0, 1)[0, 0, :4]
     unit = torch.nn.functional.normalize(key[0, 0, :4], dim=-1)
     expected = -torch.nn.functional.cosine_similarity(unit, unit.mean(0, keepdim=True))
     torch.testing.assert_close(score / score.norm(), expected / expected.norm())
@@ -42,18 +40,3 @@ def test_differences_are_over_the_questions_of_both_methods() -> None:
     assert rows[0]["exact"]["value"] == pytest.approx(0.5)
     assert rows[0]["exact"]["count"] == 2
     assert more["questions"] == 3 and more["provenance"]["command"] and more["provenance"]["commit"]
-
-
-def test_the_table_of_text_has_a_row_a_method_and_a_column_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    kl = {"value": 0.05, "low": 0.04, "high": 0.06}
-    rows = [
-        {"method": method, "budget": budget, "slots": 256, "kl": kl}
-        for budget in (1 / 4, 1 / 3)
-        for method in ("h2o", "h2o+whole")
-    ]
-    monkeypatch.setattr(tables, "load", lambda _: {"text": {"rows": rows}})
-    lines = tables.recall_text().splitlines()
-    assert lines[0] == "| method | 1/4 | 1/3 |"
-    assert lines[2:] == [
-        f"| `{method}` | 0.05 [0.04, 0.06], 256 | 0.05 [0.04, 0.06], 256 |" for method in ("h2o", "h2o+whole")
-    ]

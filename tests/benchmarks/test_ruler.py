@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ruler
 
+from benchmarks.quality import ruler
 from kvexport.evaluate.suites import read_ruler
 
 HAYSTACK = "\n".join(

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serve_client import Answer, Objective, Result, Server, Workload, conversations, drive
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
+from benchmarks.speed.serve_client import Answer, Objective, Result, Server, Workload, conversations, drive
 from tests.support.http_server import Running, engine_of, running
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import common
 import pytest
-import sweep
 
+from benchmarks import common
+from benchmarks.quality import sweep
 from kvexport.evaluate.result import Options, Result, Score
 
 ASKED = Options(("streaming", "keepkv"), (0.125,), ("text",), samples=2, length=64)

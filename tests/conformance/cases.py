@@ -232,10 +232,7 @@ MERGE_PROFILES = [
     ),
     MergeProfile("ballot-places", "ballot", sizes=(8, 12), rotary=BY_PLACE),
     MergeProfile(
-        "keepkv-places-interleaved-half",
-        "keepkv",
-        dtype="float16",
-        rotary=replace(INTERLEAVED, cache_positions=True),
+        "keepkv-places-interleaved-half", "keepkv", dtype="float16", rotary=replace(INTERLEAVED, cache_positions=True)
     ),
     MergeProfile("kvslimmer-places", "kvslimmer", {"tau": 0.3}, rotary=BY_PLACE),
 ]

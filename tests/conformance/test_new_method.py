@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tables
 
 import kvexport.methods
+from benchmarks import tables
 from kvexport.evaluate.settings import load_setting
 from kvexport.methods import all_methods
 from kvexport.recipe.cache import CacheSection

@@ -242,11 +242,7 @@ def as_dora(folder: Path) -> None:
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(
-    tmp_path: Path,
-    tiny_checkpoint: Path,
-    adapted_artifact: Path,
-    damage: Callable[[Path], None],
-    words: str,
+    tmp_path: Path, tiny_checkpoint: Path, adapted_artifact: Path, damage: Callable[[Path], None], words: str
 ) -> None:
     folder = adapter(tmp_path / "adapter", tiny_checkpoint)
     damage(folder)

@@ -1,4 +1,4 @@
-"""Tests of forty random schedules. `benchmarks/schedules.py` runs a thousand."""
+"""Tests of forty random schedules. `benchmarks/correctness/schedules.py` runs a thousand."""
 
 from __future__ import annotations
 

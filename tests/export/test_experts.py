@@ -12,12 +12,7 @@ import onnx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    GptOssConfig,
-    MixtralConfig,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
 from kvexport.backends.onnxruntime.operators import VARIABLE
 from kvexport.engine.load import load

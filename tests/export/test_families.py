@@ -90,8 +90,7 @@ GEMMA4 = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "vocab_si
 TAIL = {
     "gpt_neox": Family(GPTNeoXConfig, {}),
     "gpt2": Family(
-        GPT2Config,
-        {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "bos_token_id": 1, "eos_token_id": 2},
+        GPT2Config, {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "bos_token_id": 1, "eos_token_id": 2}
     ),
     "stablelm": Family(StableLmConfig, {"partial_rotary_factor": 0.25}),
     "granite": Family(

@@ -29,11 +29,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"hidden_size": 64, "num_hidden_layers": 2},
         "has no layer that attends (state-space or linear attention alone)",
     ),
-    "jamba": (
-        "JambaConfig",
-        {**models.SIZES, "num_experts": 2},
-        "computes its recurrent state in code of its own",
-    ),
+    "jamba": ("JambaConfig", {**models.SIZES, "num_experts": 2}, "computes its recurrent state in code of its own"),
     "llama4_text": (
         "Llama4TextConfig",
         {**models.SIZES, "head_dim": 16, "attention_chunk_size": 16, "moe_layers": [], "intermediate_size_mlp": 32},

@@ -12,15 +12,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from transformers import (
-    Cohere2Config,
-    Gemma3TextConfig,
-    Glm4Config,
-    GPT2Config,
-    LlamaConfig,
-    PhiConfig,
-    SmolLM3Config,
-)
+from transformers import Cohere2Config, Gemma3TextConfig, Glm4Config, GPT2Config, LlamaConfig, PhiConfig, SmolLM3Config
 from transformers.models.llama import modeling_llama
 
 from kvexport.artifact.reading import load_manifest

@@ -68,8 +68,7 @@ def template(name: str) -> ChatTemplate:
 
 
 @pytest.mark.parametrize(
-    ("name", "form"),
-    [("qwen2.5", HERMES), ("qwen3", HERMES), ("llama3.1-tools", LLAMA), ("mistral", MISTRAL)],
+    ("name", "form"), [("qwen2.5", HERMES), ("qwen3", HERMES), ("llama3.1-tools", LLAMA), ("mistral", MISTRAL)]
 )
 def test_the_template_determines_the_form_of_calls(name: str, form: CallForm) -> None:
     assert form_of(template(name)) == form

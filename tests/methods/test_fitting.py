@@ -27,13 +27,7 @@ from kvexport.schema.state import STATE, STATE_NAMES
 from kvexport.state.snapshot import Snapshot
 from kvexport.validate.runner import validate_artifact
 from tests.conformance.backends import Backend, NativeCpu, Torch
-from tests.conformance.cases import (
-    MergeProfile,
-    MergeScenario,
-    merge_cache_state,
-    single_precision,
-    stored_precision,
-)
+from tests.conformance.cases import MergeProfile, MergeScenario, merge_cache_state, single_precision, stored_precision
 from tests.conformance.comparison import assert_same_cache, state_of
 from tests.conformance.layout import of_heads
 from tests.support.models import build_shared, make_recipe

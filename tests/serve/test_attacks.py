@@ -1,4 +1,4 @@
-"""Clients that attack the server. benchmarks/attacks.py defines the attacks, and can repeat them."""
+"""Clients that attack the server. benchmarks/correctness/attacks.py defines the attacks, and can repeat them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from attacks import ATTACKS, MIB, Target, drains, run_attack, target
 
+from benchmarks.correctness.attacks import ATTACKS, MIB, Target, drains, run_attack, target
 from kvexport.bounded_json import MOST_VALUES, count_values
 from kvexport.engine.engine import Engine
 from kvexport.errors import EnvironmentProblem

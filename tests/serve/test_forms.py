@@ -42,10 +42,7 @@ def server(tiny_artifact: Path) -> Iterator[Running]:
     [
         ("/v1/chat/completions", {"response_format": OPENAI}),
         ("/v1/chat/completions", {"structured_outputs": {"json": json.dumps(SCHEMA)}}),
-        (
-            "/v1/completions",
-            {"prompt": "a", "response_format": OPENAI},
-        ),
+        ("/v1/completions", {"prompt": "a", "response_format": OPENAI}),
         ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
         ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}}),
     ],

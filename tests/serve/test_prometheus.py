@@ -103,10 +103,7 @@ def test_every_query_of_the_dashboard_returns_data(engine: Engine, tmp_path: Pat
         if "(" in one and not one.startswith("label_values")
     ]
     assert len(expressions) > 20 and not re.search(r"\$", "".join(expressions))
-    with (
-        running(engine, api_keys=(KEY,)) as server,
-        prometheus(configured(tmp_path, server.url, key=KEY)) as address,
-    ):
+    with running(engine, api_keys=(KEY,)) as server, prometheus(configured(tmp_path, server.url, key=KEY)) as address:
         wait_until(lambda: asked(address, "query", query="kvexport:lanes")["result"])
         # A rate takes two readings, and a counter of a reason that is new has none before its first request.
         traffic(server)

@@ -1,11 +1,12 @@
-"""Turns of sessions beside kills, full disks and other turns. benchmarks/session_turns.py does 10,000 of them."""
+"""Turns of sessions beside kills, full disks and other turns: a short run of the benchmark."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from session_turns import run
+
+from benchmarks.correctness.session_turns import run
 
 
 @pytest.mark.parametrize("servers", [1, 2])

@@ -159,12 +159,7 @@ def test_other_processes_files_count_towards_the_bound(
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("fails", ["write", "fsync", "replace"])
 def test_a_full_disk_is_an_error_and_the_state_before_stays(
-    snapshots: list[Snapshot],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    store: Stores,
-    fails: str,
-    shared: bool,
+    snapshots: list[Snapshot], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Stores, fails: str, shared: bool
 ) -> None:
     kept = store(tmp_path, shared=shared)
     kept.put("a", snapshots[0])

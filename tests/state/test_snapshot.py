@@ -201,10 +201,7 @@ def snapshot(engine: Engine) -> Snapshot:
 @pytest.mark.parametrize("part", ["model", "recipe", "contract"])
 def test_a_snapshot_of_another_origin_is_refused_by_name(engine: Engine, snapshot: Snapshot, part: str) -> None:
     other = dataclasses.replace(snapshot, origin=dataclasses.replace(snapshot.origin, **{part: "0" * 64}))
-    for attempt in (
-        lambda: through_bytes(engine, other),
-        lambda: engine.add(Request([1], start=other)),
-    ):
+    for attempt in (lambda: through_bytes(engine, other), lambda: engine.add(Request([1], start=other))):
         with pytest.raises(SnapshotError, match=f"another {part}"):
             attempt()
     assert not engine.busy

@@ -23,10 +23,7 @@ SAMPLING: dict[str, Any] = {
 }  # fmt: skip
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"model": "tiny", "messages": MESSAGES, "logprobs": True, "top_logprobs": 2, **SAMPLING}),
-    (
-        "/v1/chat/completions",
-        {"messages": BLOCKS, "tools": [{"type": "function", "function": TOOL}], "max_tokens": 3},
-    ),
+    ("/v1/chat/completions", {"messages": BLOCKS, "tools": [{"type": "function", "function": TOOL}], "max_tokens": 3}),
     ("/v1/chat/completions", {"messages": MESSAGES, "response_format": {"type": "json_object"}, "max_tokens": 3}),
     ("/v1/chat/completions", {"messages": MESSAGES, "structured_outputs": {"regex": "[a-c]+"}, "max_tokens": 3}),
     ("/v1/completions", {"prompt": ["ab", "c"], "logprobs": 2, "echo": False, **SAMPLING}),
@@ -34,10 +31,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2, "session_id": "t", "stream": True}),
     ("/v1/responses", {"input": "hi", "instructions": "be", "max_output_tokens": 3, "store": True, "metadata": {}}),
     ("/v1/responses", {"input": BLOCKS, "tools": [{"type": "function", **TOOL}], "tool_choice": "none"}),
-    (
-        "/v1/messages",
-        {"model": "tiny", "messages": BLOCKS, "max_tokens": 3, "system": "be", "stop_sequences": ["a"]},
-    ),
+    ("/v1/messages", {"model": "tiny", "messages": BLOCKS, "max_tokens": 3, "system": "be", "stop_sequences": ["a"]}),
     ("/v1/messages/count_tokens", {"messages": MESSAGES[1:], "system": [{"type": "text", "text": "be"}]}),
     ("/tokenize", {"prompt": "abc", "add_special_tokens": True}),
     ("/tokenize", {"messages": MESSAGES, "add_generation_prompt": False, "chat_template_kwargs": {"a": 1}}),

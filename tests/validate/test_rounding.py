@@ -31,9 +31,7 @@ def refused(count: int, factor: float) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("count", [36, 100, 800, 2000])
-def test_equal_errors_pass_and_six_times_larger_ones_fail_more_often_than_by_the_99th_percentile(
-    count: int,
-) -> None:
+def test_equal_errors_pass_and_six_times_larger_ones_fail_more_often_than_by_the_99th_percentile(count: int) -> None:
     assert refused(count, 1.0)[0] == 0.0
     refusals, alone = refused(count, 6.0)
     assert refusals >= max(alone, 0.95)

@@ -112,12 +112,7 @@ def test_the_manifest_and_the_log_describe_the_built_engines(
 ) -> None:
     artifact = engines(tiny_artifact, tmp_path / "a")
     manifest, before = load_manifest(artifact), load_manifest(tiny_artifact)
-    assert set(manifest.files) - set(before.files) == {
-        "top_logits.plan",
-        "decoder.plan",
-        "merge.plan",
-        "tensorrt.log",
-    }
+    assert set(manifest.files) - set(before.files) == {"top_logits.plan", "decoder.plan", "merge.plan", "tensorrt.log"}
     assert all(manifest.files[name] == entry for name, entry in before.files.items())
     about = manifest.engines["tensorrt"]
     assert (about["decoder"], about["merge"], about["tensorrt"]) == (

@@ -152,10 +152,7 @@ def test_a_jetson_with_less_memory_than_an_engine_and_its_plan_is_refused(
     [
         (None, "is no file"),
         ("no library at all", "TensorRT refused it"),
-        (
-            "plugins\nVoteAttention 1\n",
-            "it has no MergeCache",
-        ),
+        ("plugins\nVoteAttention 1\n", "it has no MergeCache"),
         (
             "plugins\nVoteAttention 2\nMergeCache 2\n",
             "it has MergeCache 2, VoteAttention 2, this kvexport needs version 1",

@@ -171,11 +171,7 @@ def test_fields_survive_a_copy_an_engine_and_a_context(harness: Harness) -> None
         ("MergeCache", {"budget": (FIELD_INT32, b"\0\0\0\0", 1)}, "budget is 0, and has to be at least 1"),
         ("MergeCache", {"budget": (FIELD_INT32, b"\1\0\0\0", -1)}, "the field budget has -1 elements"),
         ("MergeCache", {"residual": None}, "the field residual is missing"),
-        (
-            "MergeCache",
-            {"alias_state": (FIELD_INT32, b"\2\0\0\0", 1)},
-            "alias_state is 2, and has to be 0 or 1",
-        ),
+        ("MergeCache", {"alias_state": (FIELD_INT32, b"\2\0\0\0", 1)}, "alias_state is 2, and has to be 0 or 1"),
         ("MergeCache", {"selector": (FIELD_CHAR, b"own", 3)}, "there is no field selector; known: capacity, budget,"),
         ("VoteAttention", {"budget": (FIELD_INT32, b"\1\0\0\0", 1)}, "there is no field budget; known: scale,"),
     ],
@@ -294,13 +290,7 @@ def test_the_workspace_does_for_every_smaller_problem(harness: Harness, direct: 
         return size.value
 
     tensors = attention_tensors(most=(4, 300))
-    for at, shape in {
-        5: (B, 8192, 16),
-        6: (B, 8192, 24),
-        7: (B, 8192),
-        8: (B, 1, 8192),
-        9: (B, 8192),
-    }.items():
+    for at, shape in {5: (B, 8192, 16), 6: (B, 8192, 24), 7: (B, 8192), 8: (B, 1, 8192), 9: (B, 8192)}.items():
         tensors[at] = Tensor.of(tensors[at].type, shape, [4, *shape[1:]])
     every = {(batch, tokens): kernels(batch, tokens) for batch in range(1, 5) for tokens in (1, 2, 300)}
     assert max(every, key=lambda case: every[case]) not in ((4, 1), (4, 300)), (

@@ -54,11 +54,7 @@ def decoder_of(artifact: Path) -> onnx.ModelProto:
     return onnx.load(artifact / load_manifest(artifact).graphs.decoder, load_external_data=False)
 
 
-@pytest.mark.parametrize(
-    "refusal",
-    [lambda node: None, plugin_refusal("off")],
-    ids=["plugins", "functions"],
-)
+@pytest.mark.parametrize("refusal", [lambda node: None, plugin_refusal("off")], ids=["plugins", "functions"])
 def test_weights_are_blocks_of_int4_that_products_read(artifact: Path, refusal: Any) -> None:
     model, _ = for_tensorrt(decoder_of(artifact), refusal)
     require_taken(model, artifact)

@@ -91,8 +91,8 @@ KERNELS: dict[str, list[tuple[str, ...]]] = {
          "static_cast<int32_t>(static_cast<uint8_t>(x[i]))", "portable"),
     ],
     "cpu/linear/panel_floats.h": [
-        ("the high half of a byte is the low one, inputs as they are", "(((all >> 4) & 15) - middle, vf)",
-         "((all & 15) - middle, vf)"),
+        ("the high half of a byte is the low one, inputs as they are", "high = (all >> 4) & 0x0f0f0f0f;",
+         "high = all & 0x0f0f0f0f;"),
     ],
     "cpu/linear/packed.h": [
         ("halves of a byte in the other order, inputs as they are",

@@ -208,13 +208,13 @@ class Backend(ABC):
     def packing_problem(
         self, recipe: Recipe, dtype: str, group: int, *, has_offset: bool, has_table: bool, picked: bool
     ) -> tuple[str, str] | None:
-        """Return why the backend cannot run a packed (4- or 8-bit) weight and the setting that avoids it, or None.
+        """Return why the backend cannot run a packed (4- to 8-bit) weight and the setting that avoids it, or None.
 
         If there is a reason, the build stores the weight in floats.
 
         Args:
             recipe: The recipe.
-            dtype: int4, uint4, int8 or uint8.
+            dtype: The type of the numbers, such as int4 or uint6.
             group: The number of inputs that share a scale.
             has_offset: Whether the scales are accompanied by zero points or minima.
             has_table: Whether the numbers are indices into a table.

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvexport.ops.linear import PACKED, PACKED_ATTRIBUTES, dequantized
+from kvexport.ops.linear import PACKED_ATTRIBUTES, dequantized, parts_after
 from kvexport.ops.onnx_function import DOMAIN
 
 # multiply(weight, data, result): the ONNX nodes of the product of one expert, whose number is the value `expert`.
@@ -44,7 +44,7 @@ class ExpertsForm:
         limit: Gates are clamped to at most `limit` and ups to [-limit, limit] before the activation; 0: no clamp.
         up_offset: A constant that is added to the clamped ups.
         bias: Whether both products have biases.
-        packed: For `first` and `down`, an index into `kvexport.ops.linear.PACKED`; empty if no weight is packed.
+        packed: For `first` and `down`, its `PackedFormat.kind`, or 0; empty if no weight is packed.
         group: For `first` and `down`, the number of inputs that share a scale; empty if no weight is packed.
         float_input: Whether kernels multiply packed weights with the unrounded input, instead of rounding it to int8.
     """
@@ -70,7 +70,7 @@ class ExpertsForm:
     def weight_inputs(self, weight: str) -> list[str]:
         """Return the names of `first` or `down` and of the scales, zero points or minima that it is packed with."""
         kind = self.packed[WEIGHTS.index(weight)] if self.packed else 0
-        return [weight, *(f"{weight}_{suffix}" for suffix in PACKED[kind])]
+        return [weight, *(f"{weight}_{suffix}" for suffix in parts_after(kind))]
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def experts_function(form: ExpertsForm, multiply: Multiply | None = None) -> onn
     for weight in () if multiply else WEIGHTS:
         i = WEIGHTS.index(weight)
         kind, group = (form.packed[i], form.group[i]) if form.packed else (0, 0)
-        lines, dense[weight] = dequantized(form.weight_inputs(weight), kind, group, axis=2)
+        lines, dense[weight] = dequantized(form.weight_inputs(weight), kind, group, axis=2, like="input")
         before += lines
     unpacked = "\n".join(before)
     body = f"""

@@ -10,7 +10,7 @@ runs the ONNX function. `kvexport.export.passes` decides which nodes of an ONNX 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,10 @@ import onnx
 import onnx.parser
 
 from kvexport.ops.onnx_function import DOMAIN
+from kvexport.ops.packed import SUPER
 
-# The inputs that follow a weight, by the number in `Form.packed`.
-PACKED: tuple[tuple[str, ...], ...] = (
+# The inputs that follow a weight, by the lowest three bits of the number in `Form.packed`.
+_PACKED: tuple[tuple[str, ...], ...] = (
     (),
     ("scale",),
     ("scale", "zero"),
@@ -31,6 +32,16 @@ PACKED: tuple[tuple[str, ...], ...] = (
 PACKED_ATTRIBUTES = ("packed", "group", "float_input")
 # multiply(form, weight, i, rows, result): the ONNX nodes of result = rows x weight^T, with weight number i of a form.
 Multiply = Callable[["Form", str, int, str, str], list[str]]
+
+
+def parts_after(kind: int) -> tuple[str, ...]:
+    """Return the names of the inputs that follow a packed weight, by the number in `Form.packed`.
+
+    To the numbers 0 to 5, 8 adds super-scales, 16 one upper bit of numbers of 5 bits, and 32 two of numbers of 6 bits.
+    """
+    parts = _PACKED[kind & 7]
+    supers = [f"super_{name}" for name in parts if name in ("scale", "minimum")] if kind & 8 else []
+    return (*parts, *supers, *["high"] * (kind >= 16))
 
 
 @dataclass(frozen=True)
@@ -46,7 +57,7 @@ class Form:
         rotated: For each product, whether its heads are rotated.
         gate: Whether the product is multiplied with silu of a gate. Only a node with one product has a gate.
         residual: Whether a residual is added. Only a node with one product has a residual.
-        packed: For each weight, the gate's last, an index into `PACKED`; empty if no weight is packed.
+        packed: For each weight, the gate's last, its `PackedFormat.kind`, or 0; empty if no weight is packed.
         group: For each weight, the number of inputs that share a scale; empty if no weight is packed.
         float_input: Whether kernels multiply packed weights with the unrounded input, instead of rounding it to int8.
         adapted: For each weight, the gate's last, whether it takes LoRA adapters; empty if none does.
@@ -96,7 +107,7 @@ class Form:
             weight: The name of the weight.
             i: The number of the weight in `packed`.
         """
-        return [weight, *(f"{weight}_{suffix}" for suffix in PACKED[self.packed[i] if self.packed else 0])]
+        return [weight, *(f"{weight}_{suffix}" for suffix in parts_after(self.packed[i] if self.packed else 0))]
 
     def adapter_inputs(self, i: int) -> list[str]:
         """Return the names of the matrices of the adapters of weight number i; none if it takes no adapters."""
@@ -239,67 +250,115 @@ def _dequantized(form: Form, weight: str, i: int) -> tuple[list[str], str]:
     """Return the nodes that dequantize packed weight number i to the input's type, and the name of the result."""
     if not form.packed:
         return [], weight
-    return dequantized(form.weight_inputs(weight, i), form.packed[i], form.group[i], axis=1)
+    return dequantized(form.weight_inputs(weight, i), form.packed[i], form.group[i], axis=1, like="input")
 
 
-def dequantized(parts: Sequence[str], kind: int, group: int, *, axis: int) -> tuple[list[str], str]:
-    """Return the ONNX nodes that dequantize a packed weight to the type of the value `input`, and the result's name.
+def dequantized(parts: Sequence[str], kind: int, group: int, *, axis: int, like: str = "") -> tuple[list[str], str]:
+    """Return the ONNX nodes that dequantize a packed weight, and the result's name.
 
     A weight that is not packed needs no nodes.
 
     Args:
         parts: The names of the weight and of the inputs that follow it.
-        kind: The packed format of the weight, as an index into `PACKED`.
+        kind: The packed format of the weight, a `PackedFormat.kind`.
         group: The number of consecutive inputs that share a scale.
         axis: The dimension of the inputs, which is the weight's last.
+        like: The name of a value whose type the result has; empty for float32.
     """
-    weight, *inputs = parts
+    weight = parts[0]
     if not kind:
         return [], weight
-    if PACKED[kind][-1] == "table":
-        return _looked_up(weight, *inputs, kind=kind, group=group, axis=axis)
-    minimum = inputs.pop() if PACKED[kind][-1] == "minimum" else ""
-    operands = ", ".join([weight, *inputs])
-    lines = [f"{weight}_float = DequantizeLinear <axis = {axis}, block_size = {group}, output_dtype = 1> ({operands})"]
-    if minimum:
-        kept = ", ".join(["0"] * axis)
+    inputs = dict(zip(parts_after(kind), parts[1:], strict=True))
+    kept = ", ".join(["0"] * axis)
+    lines = [
+        f"{weight}_by_group = Constant <value_ints = [{kept}, -1, {group}]> ()",
+        f"{weight}_last = Constant <value_ints = [-1]> ()",
+        f"{weight}_flat = Constant <value_ints = [{kept}, -1]> ()",
+    ]
+    for name in ("scale", "minimum"):
+        if part := inputs.get(f"super_{name}"):
+            block = f"axis = {axis}, block_size = {SUPER // group}"
+            lines += [
+                f"{part}_float = Cast <to = 1> ({part})",
+                f"{inputs[name]}_scaled = DequantizeLinear <{block}> ({inputs[name]}, {part}_float)",
+            ]
+            inputs[name] = f"{inputs[name]}_scaled"
+    if "table" in inputs:
+        looked_up, result = _looked_up(weight, inputs)
+        lines += looked_up
+    else:
+        operands = [weight, inputs["scale"], *([inputs["zero"]] if "zero" in inputs else [])]
+        if kind >= 16:
+            with_high, operands = _with_high(weight, kind, inputs, kept)
+            lines += with_high
+        block = f"axis = {axis}, block_size = {group}, output_dtype = 1"
+        result = f"{weight}_float"
+        lines.append(f"{result} = DequantizeLinear <{block}> ({', '.join(operands)})")
+    if "minimum" in inputs:
         lines += [
-            f"{weight}_by_group = Constant <value_ints = [{kept}, -1, {group}]> ()",
-            f"{weight}_groups = Reshape ({weight}_float, {weight}_by_group)",
-            f"{weight}_last = Constant <value_ints = [-1]> ()",
-            f"{weight}_minima = Unsqueeze ({minimum}, {weight}_last)",
+            f"{weight}_groups = Reshape ({result}, {weight}_by_group)",
+            f"{weight}_minima = Unsqueeze ({inputs['minimum']}, {weight}_last)",
             f"{weight}_least = Cast <to = 1> ({weight}_minima)",
             f"{weight}_above_least = Add ({weight}_groups, {weight}_least)",
-            f"{weight}_flat = Constant <value_ints = [{kept}, -1]> ()",
             f"{weight}_float_sum = Reshape ({weight}_above_least, {weight}_flat)",
         ]
-    result = f"{weight}_float_sum" if minimum else f"{weight}_float"
-    return [*lines, f"{weight}_cast = CastLike ({result}, input)"], f"{weight}_cast"
+        result = f"{weight}_float_sum"
+    if not like:
+        return lines, result
+    return [*lines, f"{weight}_cast = CastLike ({result}, {like})"], f"{weight}_cast"
 
 
-def _looked_up(weight: str, scale: str, table: str, *, kind: int, group: int, axis: int) -> tuple[list[str], str]:
+def _with_high(weight: str, kind: int, inputs: Mapping[str, str], kept: str) -> tuple[list[str], list[str]]:
+    """Return the nodes that join the low and upper bits of numbers, and the operands of DequantizeLinear.
+
+    Without a minimum the numbers are signed, and half of their range stands for 0.
+    """
+    bits = kind >> 4
+    high, fields = inputs["high"], range(0, 8, bits)
+    lines = [
+        f"{high}_bytes = Constant <value_ints = [{kept}, -1, 1, 4]> ()",
+        f"{high}_apart = Reshape ({high}, {high}_bytes)",
+        f"{high}_fields = Constant <value = uint8[{len(fields)}, 1] {{{', '.join(map(str, fields))}}}> ()",
+        f'{high}_shifted = BitShift <direction = "RIGHT"> ({high}_apart, {high}_fields)',
+        f"{high}_mask = Constant <value = uint8[1] {{{(1 << bits) - 1}}}> ()",
+        f"{high}_bits = BitwiseAnd ({high}_shifted, {high}_mask)",
+        f"{high}_flat = Reshape ({high}_bits, {weight}_flat)",
+        f"{high}_fourth = Constant <value = uint8[1] {{4}}> ()",
+        f'{high}_upper = BitShift <direction = "LEFT"> ({high}_flat, {high}_fourth)',
+        f"{weight}_low = Cast <to = 2> ({weight})",
+        f"{weight}_numbers = BitwiseOr ({weight}_low, {high}_upper)",
+    ]
+    operands = [f"{weight}_numbers", inputs["scale"]]
+    if "minimum" in inputs:
+        return lines, operands
+    lines += [
+        f"{weight}_half = Constant <value = uint8[1] {{{8 << bits}}}> ()",
+        f"{weight}_shape = Shape ({inputs['scale']})",
+        f"{weight}_zero = Expand ({weight}_half, {weight}_shape)",
+    ]
+    return lines, [*operands, f"{weight}_zero"]
+
+
+def _looked_up(weight: str, inputs: Mapping[str, str]) -> tuple[list[str], str]:
     """Return the nodes that dequantize a weight of indices into a table of 16 numbers, and the name of the result."""
-    kept = ", ".join(["0"] * axis)
+    scale = inputs.get("scale") or inputs["exponent"]
     lines = [f"{scale}_float = Cast <to = 1> ({scale})"]
-    if PACKED[kind][0] == "exponent":
+    factor = f"{scale}_float"
+    if "exponent" in inputs:
         lines += [
             f"{scale}_bias = Constant <value_float = 128.0> ()",
             f"{scale}_power = Sub ({scale}_float, {scale}_bias)",
             f"{scale}_two = Constant <value_float = 2.0> ()",
             f"{scale}_factor = Pow ({scale}_two, {scale}_power)",
         ]
-    factor = f"{scale}_factor" if PACKED[kind][0] == "exponent" else f"{scale}_float"
+        factor = f"{scale}_factor"
     lines += [
         f"{weight}_indices = Cast <to = 6> ({weight})",
-        f"{weight}_numbers = Gather ({table}, {weight}_indices)",
+        f"{weight}_numbers = Gather ({inputs['table']}, {weight}_indices)",
         f"{weight}_values = Cast <to = 1> ({weight}_numbers)",
-        f"{weight}_by_group = Constant <value_ints = [{kept}, -1, {group}]> ()",
         f"{weight}_groups = Reshape ({weight}_values, {weight}_by_group)",
-        f"{weight}_last = Constant <value_ints = [-1]> ()",
         f"{weight}_factors = Unsqueeze ({factor}, {weight}_last)",
         f"{weight}_products = Mul ({weight}_groups, {weight}_factors)",
-        f"{weight}_flat = Constant <value_ints = [{kept}, -1]> ()",
         f"{weight}_float = Reshape ({weight}_products, {weight}_flat)",
-        f"{weight}_cast = CastLike ({weight}_float, input)",
     ]
-    return lines, f"{weight}_cast"
+    return lines, f"{weight}_float"

@@ -1,4 +1,4 @@
-"""Packed weights: a weight in 4 or 8 bits with a scale for each group of inputs.
+"""Packed weights: a weight in 4, 5, 6 or 8 bits with a scale for each group of inputs.
 
 Quantized checkpoints and artifacts store weights in this form:
 
@@ -7,8 +7,11 @@ Quantized checkpoints and artifacts store weights in this form:
                 = weight[n, k] * scale[n, k / group] + minimum[n, k / group]         offset minimum
                 = table[weight[n, k]] * scale[n, k / group]                          with a table
 
-A scale is a float, or an exponent e in a byte, which stands for the scale 2^(e - 128). The value is computed in float32
-and rounded once to the model's type. A byte stores two 4-bit numbers, the first in its low half, as in ONNX.
+A scale is a float; an exponent e in a byte, which stands for the scale 2^(e - 128); or a signed byte, a factor of the
+float16 super-scale of its 256 inputs (ggml's K types), and so are minima. The value is computed in float32 and rounded
+once to the model's type. A byte stores two 4-bit numbers, the first in its low half, as in ONNX. Numbers of 5 and 6
+bits are stored in two tensors: `weight` has their low 4 bits, and `high` the others (`pack_high`). Signed numbers of 5
+and 6 bits are stored as number + 2^(bits - 1).
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _TABLES: dict[tuple[int, ...], str] = {E2M1: "float4 e2m1", IQ4: "iq4"}
 GROUPS = (16, 256)
 """Smallest and largest group; the whole row is one as well."""
+SUPER = 256
+"""The number of inputs that share a super-scale."""
 
 
 class PackedTensor(NamedTuple):
@@ -59,23 +64,24 @@ class PackedFormat:
         group: The number of consecutive inputs that share a scale.
         offset: The tensor that accompanies the scale: none, a zero point in the weight's type, or a minimum in the
             scale's type.
-        scale_dtype: The type of the scales; uint8 for exponents, which only a weight with a table has.
+        scale_dtype: The type of the scales; uint8 for exponents, which only a weight with a table has; int8 for factors
+            of super-scales, of which minima have their own.
         ordered: Whether the columns are in another order than the input's features: column k belongs to feature
             `order[k]`.
         table: The sixteen numbers of int8 that the numbers of a weight of uint4 stand for; empty for none.
     """
 
-    bits: Literal[4, 8]
+    bits: Literal[4, 5, 6, 8]
     signed: bool
     group: int
     offset: Literal["none", "zero", "minimum"] = "none"
-    scale_dtype: Literal["float16", "float32", "uint8"] = "float16"
+    scale_dtype: Literal["float16", "float32", "uint8", "int8"] = "float16"
     ordered: bool = False
     table: tuple[int, ...] = ()
 
     @property
     def dtype(self) -> str:
-        """The type of a packed weight's numbers and of its zero points: int4, uint4, int8 or uint8."""
+        """The type of a packed weight's numbers and of its zero points, such as int4 or uint8."""
         return f"{'' if self.signed else 'u'}int{self.bits}"
 
     @property
@@ -95,17 +101,35 @@ class PackedFormat:
         """The name of the tensor that holds the scales: `exponent` for powers of two, otherwise `scale`."""
         return "exponent" if self.scale_dtype == "uint8" else "scale"
 
+    @property
+    def high_bits(self) -> int:
+        """The number of bits of a number that are not in `weight` but in `high`."""
+        return self.bits - 4 if self.bits in (5, 6) else 0
+
+    @property
+    def kind(self) -> int:
+        """The number of the format in the attribute `packed` of Linear and Experts."""
+        offset = {"none": 1, "zero": 2, "minimum": 3}[self.offset]
+        base = offset if not self.table else 5 if self.scale_dtype == "uint8" else 4
+        return base + 8 * (self.scale_dtype == "int8") + 16 * self.high_bits
+
     def tensors(self, outputs: int, inputs: int) -> dict[str, PackedTensor]:
         """Return the tensors of a packed weight [outputs, inputs], such as its scale, by name in their stored order."""
         groups = (outputs, inputs // self.group)
         tensors = {
-            "weight": PackedTensor(self.dtype, (outputs, inputs)),
+            "weight": PackedTensor("uint4" if self.high_bits else self.dtype, (outputs, inputs)),
             self.scale: PackedTensor(self.scale_dtype, groups),
         }
         if self.table:
             tensors["table"] = PackedTensor("int8", (len(self.table),))
         if self.offset != "none":
             tensors[self.offset] = PackedTensor(self.dtype if self.offset == "zero" else self.scale_dtype, groups)
+        if self.scale_dtype == "int8":
+            for name in ("scale", "minimum"):
+                if name in tensors:
+                    tensors[f"super_{name}"] = PackedTensor("float16", (outputs, inputs // SUPER))
+        if self.high_bits:
+            tensors["high"] = PackedTensor("uint8", (outputs, inputs * self.high_bits // 8))
         if self.ordered:
             tensors["order"] = PackedTensor("int64", (inputs,))
         return tensors
@@ -156,13 +180,43 @@ def unpack(stored: Array, tensor: PackedTensor) -> Array:
     return flat[: math.prod(tensor.shape)].reshape(tensor.shape)
 
 
-def scales(packing: PackedFormat, stored: Mapping[str, Array]) -> NDArray[np.float32]:
-    """Return the scales of a packed weight in float32, in the shape in which `stored` has scales or exponents."""
-    factors = stored[packing.scale]
-    if packing.scale != "exponent":
-        return factors.astype(np.float32)
-    powers: NDArray[np.float32] = np.ldexp(np.float32(1), factors.astype(np.int32) - 128)
-    return powers
+def pack_high(numbers: Array, bits: int) -> Array:
+    """Return the bits above the fourth of numbers [..., inputs], `bits` of each, as bytes [..., inputs * bits / 8].
+
+    Byte i of every four bytes has those of the inputs i, i + 4, i + 8 and so on, the first in its lowest bits.
+    """
+    fields = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    apart = (numbers >> 4).reshape(*numbers.shape[:-1], -1, len(fields), 4) << fields
+    packed: Array = np.bitwise_or.reduce(apart, axis=-2).reshape(*numbers.shape[:-1], -1)
+    return packed
+
+
+def unpack_high(stored: Array, bits: int) -> Array:
+    """Return the bits that `pack_high` packed, above four bits of 0."""
+    fields = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    apart = stored.reshape(*stored.shape[:-1], -1, 1, 4) >> fields & np.uint8((1 << bits) - 1)
+    numbers: Array = apart.reshape(*stored.shape[:-1], -1) << 4
+    return numbers
+
+
+def integers(packing: PackedFormat, outputs: int, inputs: int, stored: Mapping[str, Array]) -> Array:
+    """Return the whole numbers [outputs, inputs] of a packed weight, as int8 or uint8."""
+    numbers = unpack(stored["weight"], packing.tensors(outputs, inputs)["weight"])
+    if not packing.high_bits:
+        return numbers
+    numbers = numbers | unpack_high(stored["high"].reshape(outputs, -1), packing.high_bits)
+    return numbers.view(np.int8) - np.int8(1 << (packing.bits - 1)) if packing.signed else numbers
+
+
+def scales(packing: PackedFormat, stored: Mapping[str, Array], name: str = "scale") -> NDArray[np.float32]:
+    """Return the scales or minima of a packed weight in float32, in the shape in which `stored` has them."""
+    if name == "scale" and packing.scale == "exponent":
+        powers: NDArray[np.float32] = np.ldexp(np.float32(1), stored["exponent"].astype(np.int32) - 128)
+        return powers
+    factors = stored[name].astype(np.float32)
+    if packing.scale_dtype == "int8":
+        factors *= np.repeat(stored[f"super_{name}"].astype(np.float32), SUPER // packing.group, axis=-1)
+    return factors
 
 
 def dequantize(packing: PackedFormat, outputs: int, inputs: int, stored: Mapping[str, Array]) -> NDArray[np.float32]:
@@ -175,13 +229,13 @@ def dequantize(packing: PackedFormat, outputs: int, inputs: int, stored: Mapping
         stored: The stored tensors by their names in `PackedFormat.tensors`; 4-bit ones as bytes.
     """
     tensors = packing.tensors(outputs, inputs)
-    numbers = unpack(stored["weight"], tensors["weight"]).reshape(outputs, -1, packing.group)
+    numbers = integers(packing, outputs, inputs, stored).reshape(outputs, -1, packing.group)
     values = (np.array(packing.table, np.float32)[numbers] if packing.table else numbers).astype(np.float32)
     if packing.offset == "zero":
         values -= unpack(stored["zero"], tensors["zero"])[..., None].astype(np.float32)
     values *= scales(packing, stored).reshape(outputs, -1, 1)
     if packing.offset == "minimum":
-        values += stored["minimum"].reshape(outputs, -1, 1).astype(np.float32)
+        values += scales(packing, stored, "minimum").reshape(outputs, -1, 1)
     columns = values.reshape(outputs, inputs)
     if not packing.ordered:
         return columns

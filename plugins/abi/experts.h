@@ -39,17 +39,21 @@ typedef struct KvExperts {
 
 // Returns whether every matrix [outputs, inputs] of a packed weight at rest begins with a whole byte.
 static inline int kv_has_matrices(const KvWeight* weight, int64_t outputs, int64_t inputs) {
-  return weight->bits == 8 || !weight->zero || outputs * (inputs / weight->group) % 2 == 0;
+  return weight->bits != 4 || !weight->zero || outputs * (inputs / weight->group) % 2 == 0;
 }
 
 // Returns matrix i of a packed weight at rest that has several matrices [outputs, inputs], one after another.
 static inline KvWeight kv_matrix_of(const KvWeight* weight, int64_t outputs, int64_t inputs, int64_t i) {
   const int64_t groups = i * outputs * (inputs / weight->group);
   KvWeight one = *weight;
-  one.data = (const char*)weight->data + i * outputs * inputs * weight->bits / 8;
+  one.data = (const char*)weight->data + i * outputs * inputs * (weight->bits - kv_high_bits(weight)) / 8;
   one.scale = (const char*)weight->scale + groups * kv_scale_bytes(weight->scale_type);
   if (weight->zero) one.zero = (const char*)weight->zero + groups * weight->bits / 8;
   if (weight->minimum) one.minimum = (const char*)weight->minimum + groups * kv_scale_bytes(weight->minimum_type);
+  if (weight->high) one.high = (const char*)weight->high + i * outputs * inputs * kv_high_bits(weight) / 8;
+  const int64_t supers = i * outputs * (inputs / KV_SUPER) * 2;
+  if (weight->super_scale) one.super_scale = (const char*)weight->super_scale + supers;
+  if (weight->super_minimum) one.super_minimum = (const char*)weight->super_minimum + supers;
   return one;
 }
 

@@ -234,7 +234,10 @@ const char* kv_cpu_keep_queries(const KvVoteAttention* call, const KvRing* ring)
 
 static const char* weight_problem(const KvWeight& weight, int64_t inputs) {
   if (!weight.bits) return nullptr;
-  if (weight.bits != 4 && weight.bits != 8) return "a packed weight has neither 4 nor 8 bits";
+  if (weight.bits < 4 || weight.bits == 7 || weight.bits > 8) return "a packed weight has not 4, 5, 6 or 8 bits";
+  if ((kv_high_bits(&weight) > 0) != (weight.high != nullptr)) return "only weights of 5 and 6 bits have upper bits";
+  if (weight.high && (weight.zero || weight.table || inputs % 32))
+    return "a weight of 5 or 6 bits has zero points or a table, or rows that are no multiple of 32 inputs";
   if (weight.group < 1 || inputs % weight.group) return "the inputs are no multiple of a weight's group";
   if (weight.bits == 4 && weight.group % 2) return "a group of 4-bit weights is odd";
   if (weight.layout == KV_PANELS && kv_cpu_why_no_panels(&weight, inputs)) return "a packed weight has no panels";
@@ -243,6 +246,13 @@ static const char* weight_problem(const KvWeight& weight, int64_t inputs) {
   if (weight.table && (weight.bits != 4 || weight.is_signed || weight.zero || weight.minimum))
     return "a weight with a table has no unsigned indices of 4 bits, or a zero point or a minimum";
   if (weight.scale_type == KV_EXPONENTS && weight.table) return nullptr;
+  if (weight.scale_type == KV_SUB_SCALES) {
+    if (inputs % KV_SUPER || KV_SUPER % weight.group || weight.zero || !weight.super_scale)
+      return "a weight with super-scales has zero points, or rows or groups that 256 inputs do not fit";
+    if (weight.minimum && (weight.minimum_type != KV_SUB_SCALES || !weight.super_minimum))
+      return "a weight with super-scales has minima without them";
+    return nullptr;
+  }
   const auto known = [](int type) { return type == KV_FLOAT32 || type == KV_FLOAT16; };
   if (!known(weight.scale_type) || (weight.minimum && !known(weight.minimum_type)))
     return "the scale of a packed weight, or its minimum, is neither float32 nor float16";

@@ -77,7 +77,7 @@ struct LinearCase {
     call.batch = random.between(1, 3), call.tokens = rows / call.batch;
     call.input_heads = random.one_in(2) ? 1 : random.between(1, 5);
     int wide = random.one_in(4) ? random.between(1000, 5000) : any_size(random);
-    if (wide >= 1000 && random.one_in(2)) wide = wide / 64 * 64;  // so that groups of inputs can divide it
+    if (wide >= 1000 && random.one_in(2)) wide = wide / 256 * 256;  // so that groups of inputs can divide it
     call.inputs = (wide + call.input_heads - 1) / call.input_heads * call.input_heads;
     call.count = random.one_in(2) ? 1 : random.between(2, KV_MAX_PRODUCTS);
     call.planes = random.one_in(4) ? random.between(16, 40) : random.between(1, 9);

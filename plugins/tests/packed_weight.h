@@ -14,7 +14,8 @@ struct PackedWeight {
   int64_t outputs, inputs, group;
   int bits;
   bool is_signed, halves, in_panels = false;  // halves: scale and minimum are float16
-  Buffer integers, scale, offset, table, panels;
+  bool supers = false;                        // scale and minimum are bytes with super-scales
+  Buffer integers, high, scale, offset, super_scale, super_minimum, table, panels;
   enum { kNone, kZero, kMinimum, kTable, kExponents } kind = kNone;
 
   // matrices: panels are of that many matrices [outputs / matrices, inputs], one after another.
@@ -25,23 +26,32 @@ struct PackedWeight {
         bits(inputs % 2 ? 8 : random.one_of({4, 8})),
         is_signed(random.one_in(2)),
         halves(random.one_in(2)) {
+    if (inputs % 32 == 0 && random.one_in(3)) bits = random.one_of({5, 6});
     for (const int g : {random.one_of({16, 32, 64, 128, 256}), random.one_of({48, 24, 40}), 16, 6, 3})
       if (inputs % g == 0 && (bits == 8 || g % 2 == 0) && !random.one_in(4)) {
         group = g;
         break;
       }
     kind = random.one_of({kNone, kZero, kMinimum});
+    if (high_bits()) kind = is_signed ? kNone : kMinimum;
     if (bits == 4 && random.one_in(3)) kind = random.one_of({kTable, kExponents}), is_signed = false;
     table = Buffer(random, 16, 1);
     for (int i = 0; i < 16; ++i) table.data<int8_t>()[i] = static_cast<int8_t>(random.between(-128, 127));
     const size_t groups = static_cast<size_t>(outputs * (inputs / group));
+    supers = inputs % KV_SUPER == 0 && KV_SUPER % group == 0 && kind != kZero && kind != kExponents && random.one_in(2);
     integers = numbers(random, static_cast<size_t>(outputs * inputs));
-    if (kind == kExponents)
+    if (high_bits()) high = bytes(random, static_cast<size_t>(outputs * inputs * high_bits() / 8));
+    if (supers) {
+      const size_t blocks = static_cast<size_t>(outputs * (inputs / KV_SUPER));
+      halves = true, scale = bytes(random, groups);
+      super_scale = floats(random, blocks, 0.02f / 64), super_minimum = floats(random, blocks, 0.1f / 64);
+      if (kind == kMinimum) offset = bytes(random, groups);
+    } else if (kind == kExponents)
       scale = exponents(random, groups, most);
     else
       scale = floats(random, groups, random.one_in(8) ? most : 0.02f);
     if (kind == kZero) offset = numbers(random, groups);
-    if (kind == kMinimum) offset = floats(random, groups, 0.1f);
+    if (kind == kMinimum && !supers) offset = floats(random, groups, 0.1f);
     const KvWeight at_rest = view();
     if (kv_cpu_why_no_panels(&at_rest, inputs) || random.one_in(4)) return;
     const int64_t rows = outputs / matrices;
@@ -60,6 +70,9 @@ struct PackedWeight {
     weight.data = integers.data<void>(), weight.bits = bits, weight.is_signed = is_signed, weight.group = group;
     weight.scale_type = kind == kExponents ? static_cast<int>(KV_EXPONENTS) : type();
     weight.minimum_type = type(), weight.scale = scale.data<void>();
+    if (supers) weight.scale_type = weight.minimum_type = KV_SUB_SCALES, weight.super_scale = super_scale.data<void>();
+    if (supers && kind == kMinimum) weight.super_minimum = super_minimum.data<void>();
+    if (high_bits()) weight.high = high.data<void>();
     if (has_table()) weight.table = table.data<int8_t>();
     if (kind == kZero) weight.zero = offset.data<void>();
     if (kind == kMinimum) weight.minimum = offset.data<void>();
@@ -71,19 +84,22 @@ struct PackedWeight {
     const int64_t g = column * (inputs / group) + k / group;
     const int zero = kind == kZero ? integer(offset, g) : 0;
     if (has_table()) return table.data<int8_t>()[integer(integers, column * inputs + k)] * scale_at(g);
-    return (integer(integers, column * inputs + k) - zero) * static_cast<double>(real(scale, g)) +
-           (kind == kMinimum ? real(offset, g) : 0.0f);
+    return (number(column * inputs + k) - zero) * scale_at(g) + minimum_at(g);
   }
 
   // Returns a bound on the terms of a value.
   double terms(int64_t column, int64_t k) const {
     const int64_t g = column * (inputs / group) + k / group;
     if (has_table()) return std::fabs(scale_at(g)) * 512;
-    return std::fabs(real(scale, g)) * (2 << bits) + (kind == kMinimum ? std::fabs(real(offset, g)) : 0.0f);
+    return std::fabs(scale_at(g)) * (2 << bits) + std::fabs(minimum_at(g));
   }
 
   // Returns the inputs that kernels round together for this weight; 0 where they multiply inputs as they are.
-  int64_t block() const { return in_panels ? kv::block_of_group(group, inputs) : 0; }
+  int64_t block() const {
+    KvWeight weight{};
+    weight.bits = bits, weight.group = group;
+    return in_panels ? kv::block_of(weight, inputs) : 0;
+  }
 
   void check_canaries() const { integers.check_canaries(), scale.check_canaries(), offset.check_canaries(); }
 
@@ -94,13 +110,22 @@ struct PackedWeight {
             : kind == kTable   ? " table"
             : has_table()      ? " exponents and table"
                                : "") +
-           (halves ? " fp16" : " fp32") + (in_panels ? " panels" : "");
+           (supers   ? " super-scales"
+            : halves ? " fp16"
+                     : " fp32") +
+           (in_panels ? " panels" : "");
   }
 
  private:
   bool has_table() const { return kind == kTable || kind == kExponents; }
+  int high_bits() const { return bits == 5 || bits == 6 ? bits - 4 : 0; }
   double scale_at(int64_t g) const {
-    return kind == kExponents ? std::ldexp(1.0, scale.data<uint8_t>()[g] - 128) : real(scale, g);
+    return kind == kExponents ? std::ldexp(1.0, scale.data<uint8_t>()[g] - 128) : factor(scale, super_scale, g);
+  }
+  double minimum_at(int64_t g) const { return kind == kMinimum ? factor(offset, super_minimum, g) : 0.0; }
+  double factor(const Buffer& factors, const Buffer& super, int64_t g) const {
+    if (!supers) return real(factors, g);
+    return factors.data<int8_t>()[g] * static_cast<double>(real(super, g / (KV_SUPER / group)));
   }
   // Scales of at most `most`, and some that float32 has no normal number for.
   static Buffer exponents(Random& random, size_t count, float most) {
@@ -114,8 +139,9 @@ struct PackedWeight {
   int type() const { return halves ? KV_FLOAT16 : KV_FLOAT32; }
   Shape shape() const { return {type(), 0, 0, 0, 0, 0, 0}; }
 
-  Buffer numbers(Random& random, size_t count) const {
-    Buffer buffer(random, bits == 4 ? (count + 1) / 2 : count, 1);
+  Buffer numbers(Random& random, size_t count) const { return bytes(random, bits == 8 ? count : (count + 1) / 2); }
+  static Buffer bytes(Random& random, size_t count) {
+    Buffer buffer(random, count, 1);
     uint8_t* const bytes = buffer.data<uint8_t>();
     size_t i = 0;
     for (; buffer.size() > kFew && i + 8 <= buffer.size(); i += 8) {
@@ -130,6 +156,14 @@ struct PackedWeight {
     Normals normal(random, count);
     for (size_t i = 0; i < count; ++i) write(shape(), buffer.data<void>(), i, size * normal());
     return buffer;
+  }
+  // Returns integer i of the weight.
+  int number(int64_t i) const {
+    if (!high_bits()) return integer(integers, i);
+    const int64_t inputs = 32 / high_bits(), at = i % inputs;
+    const int low = integers.data<uint8_t>()[i / 2] >> (i % 2 * 4) & 15;
+    const int upper = high.data<uint8_t>()[i / inputs * 4 + at % 4] >> (at / 4 * high_bits()) & (bits == 5 ? 1 : 3);
+    return (low | upper << 4) - (is_signed ? 1 << (bits - 1) : 0);
   }
   int integer(const Buffer& buffer, int64_t i) const {
     const uint8_t* const bytes = buffer.data<uint8_t>();

@@ -47,7 +47,7 @@ def test_compressed_tensors_agree_with_their_library(tmp_path: Path, form: str) 
     checkpoint = checkpoint_of(tmp_path / "c", config, {f"w.{name}": x for name, x in packed.items()})
     source = checkpoint.computed["w.weight"]
     assert torch.equal(torch.from_numpy(dense_values(source)).to(expected.dtype), expected)
-    assert source.packing is not None and (source.packing.bits, source.packing.group) == (8, group)
+    assert source.packing is not None and (source.packing.bits, source.packing.group) == (4, group)
     assert not checkpoint.tensors
 
 
@@ -129,7 +129,7 @@ def test_an_artifact_of_4_bit_floats_computes_with_the_dequantized_weights(
     artifact = kvexport.build(Recipe.model_validate(RECIPE | changes), tmp_path / "artifact")
     packed = kvexport.load(artifact).manifest.model.packed
     expected = {"int4, groups of 32", "int8, groups of 32"} if bits else set()
-    assert set(packed) == ({"int8, groups of 16"} if kind == "nvfp4" else expected)
+    assert set(packed) == ({"float4 e2m1 (4 bits), groups of 16"} if kind == "nvfp4" else expected)
     assert validate_artifact(artifact).passed
 
 

@@ -15,7 +15,6 @@ from kvexport.export.passes.nodes import is_op
 from kvexport.export.passes.packed import TYPES
 from kvexport.export.weights.computed import component_name
 from kvexport.ops.experts import WEIGHTS, ExpertsForm
-from kvexport.ops.linear import PACKED
 from kvexport.ops.onnx_function import DOMAIN
 from kvexport.ops.packed import PackedFormat
 
@@ -65,17 +64,12 @@ def _packed(
             continue
         packing = packings.get(str(value.name)) if name in WEIGHTS else None
         if name in WEIGHTS:
-            packed.append(0 if packing is None else PACKED.index(_suffixes(packing)))
+            packed.append(0 if packing is None else packing.kind)
             group.append(0 if packing is None else packing.group)
         inputs += [value] if packing is None else _parts(graph, value, packing)
     if any(packed):
         form = replace(form, packed=tuple(packed), group=tuple(group), float_input=int(float_input))
     return form, inputs
-
-
-def _suffixes(packing: PackedFormat) -> tuple[str, ...]:
-    rest = ["table"] * bool(packing.table) + [packing.offset] * (packing.offset != "none")
-    return (packing.scale, *rest)
 
 
 def _parts(graph: ir.Graph, value: ir.Value, packing: PackedFormat) -> list[ir.Value]:

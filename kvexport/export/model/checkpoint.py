@@ -150,7 +150,7 @@ def _from_gguf(path: Path) -> Checkpoint:
     config, generation = (
         parse_object(texts / name, read_file(texts / name)) for name in ("config.json", "generation_config.json")
     )
-    return Checkpoint(texts, config, tensors, generation, gguf.digest, computed, files=(path,), texts=_texts(texts))
+    return Checkpoint(texts, config, tensors, generation, gguf.digest, computed, files=gguf.files, texts=_texts(texts))
 
 
 def _texts(path: Path) -> tuple[Path, ...]:

@@ -1,9 +1,8 @@
 """The blocks of quantized values in GGUF files (ggml), converted to packed weights with exactly the same values.
 
-The library `gguf` can only convert blocks to floats; here the numbers stay packed. Source of the layouts:
-ggml-quants.c; tests compare them with `gguf.dequantize`. Numbers of 2 and 3 bits take 4 bits here, and those of 5 and 6
-bits take 8. Each scale of the K types is a product of two numbers and therefore float32. The numbers of IQ4_NL and
-MXFP4 are indices of a table: they take 8 bits, or 4 bits in experts, whose operator has such tables.
+The library `gguf` can only convert blocks to floats; here the numbers and their scales stay packed. Source of the
+layouts: ggml-quants.c; tests compare them with `gguf.dequantize`. Numbers of 2 and 3 bits take 4 bits here, and scales
+of 4 and 6 bits take 8. Minima are products with the negated super-scale of minima.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.ops.packed import E2M1, IQ4, PackedFormat
+from kvexport.ops.packed import E2M1, IQ4, PackedFormat, pack_high
 
 Array = NDArray[Any]
 
@@ -22,7 +21,7 @@ Array = NDArray[Any]
 class Layout(NamedTuple):
     block: np.dtype[Any]  # numPy's type of one block
     packing: PackedFormat
-    # Function from an array of blocks to `weight` as stored, and flat `scale` and `minimum`
+    # Function from an array of blocks to the stored tensors of the packed weight, block by block
     components: Callable[[Array], dict[str, Array]]
 
 
@@ -43,42 +42,43 @@ def _q4_0(blocks: Array) -> dict[str, Array]:
     return {"weight": _pairs(_halves(blocks["levels"], 16)) ^ 0x88, "scale": blocks["scale"]}
 
 
+def _nibbles(blocks: Array) -> dict[str, Array]:
+    scale = "exponent" if "exponent" in (blocks.dtype.names or ()) else "scale"
+    return {"weight": _pairs(_halves(blocks["levels"], 16)), scale: blocks[scale]}
+
+
 def _q4_1(blocks: Array) -> dict[str, Array]:
-    weight = _pairs(_halves(blocks["levels"], 16))
-    return {"weight": weight, "scale": blocks["scale"], "minimum": blocks["least"]}
+    return {**_nibbles(blocks), "minimum": blocks["least"]}
 
 
 def _fifth_bits(blocks: Array) -> Array:
     bits = (blocks["high"][:, None] >> np.arange(32, dtype=np.uint32)) & 1
-    numbers: Array = _halves(blocks["levels"], 16).reshape(-1, 32) | (bits.astype(np.uint8) << 4)
-    return numbers
+    return pack_high(bits.astype(np.uint8) << 4, 1)
 
 
 def _q5_0(blocks: Array) -> dict[str, Array]:
-    return {"weight": _fifth_bits(blocks).view(np.int8) - np.int8(16), "scale": blocks["scale"]}
+    return {**_nibbles(blocks), "high": _fifth_bits(blocks)}
 
 
 def _q5_1(blocks: Array) -> dict[str, Array]:
-    return {"weight": _fifth_bits(blocks), "scale": blocks["scale"], "minimum": blocks["least"]}
+    return {**_q4_1(blocks), "high": _fifth_bits(blocks)}
 
 
 def _q8_0(blocks: Array) -> dict[str, Array]:
     return {"weight": np.ascontiguousarray(blocks["levels"]), "scale": blocks["scale"]}
 
 
-def _k_scales(blocks: Array) -> dict[str, Array]:
-    """Return scale and minimum of the eight groups of 32 weights in each block of a ggml K type.
+def _supers(blocks: Array) -> dict[str, Array]:
+    return {"super_scale": blocks["scale"], "super_minimum": -blocks["least"]}
 
-    Each is a 6-bit number times the block's own scale.
-    """
+
+def _k_scales(blocks: Array) -> dict[str, Array]:
+    """Return scale and minimum of the eight groups of 32 weights in each block of a ggml K type."""
     q = blocks["scales"]
     low, high, upper = q[:, :4], q[:, 4:8], q[:, 8:]
     scale = np.concatenate([low & 63, (upper & 15) | (low >> 6 << 4)], axis=1)
     least = np.concatenate([high & 63, (upper >> 4) | (high >> 6 << 4)], axis=1)
-    return {
-        "scale": blocks["scale"].astype(np.float32)[:, None] * scale.astype(np.float32),
-        "minimum": -(blocks["least"].astype(np.float32)[:, None] * least.astype(np.float32)),
-    }
+    return {"scale": scale, "minimum": least, **_supers(blocks)}
 
 
 def _q4_k(blocks: Array) -> dict[str, Array]:
@@ -87,16 +87,17 @@ def _q4_k(blocks: Array) -> dict[str, Array]:
 
 def _q5_k(blocks: Array) -> dict[str, Array]:
     bits = (blocks["high"][:, None, :] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
-    numbers = _halves(blocks["levels"], 32).reshape(-1, 8, 32) | (bits << 4)
-    return {"weight": numbers, **_k_scales(blocks)}
+    return {**_q4_k(blocks), "high": pack_high(bits << 4, 1)}
 
 
 def _q6_k(blocks: Array) -> dict[str, Array]:
-    low = _halves(blocks["levels"], 64).reshape(-1, 8, 32)
-    high = blocks["high"].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
-    numbers = (low | (high.reshape(-1, 8, 32) << 4)).view(np.int8) - np.int8(32)
-    scale = blocks["scale"].astype(np.float32)[:, None] * blocks["scales"].astype(np.float32)
-    return {"weight": numbers, "scale": scale}
+    upper = blocks["high"].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    return {
+        "weight": _pairs(_halves(blocks["levels"], 64)),
+        "scale": blocks["scales"],
+        "super_scale": blocks["scale"],
+        "high": pack_high(upper << 4, 2),
+    }
 
 
 def _quarters(levels: Array) -> Array:
@@ -107,12 +108,8 @@ def _quarters(levels: Array) -> Array:
 
 
 def _q2_k(blocks: Array) -> dict[str, Array]:
-    scale, least = (blocks[name].astype(np.float32)[:, None] for name in ("scale", "least"))
-    return {
-        "weight": _pairs(_quarters(blocks["levels"])),
-        "scale": scale * (blocks["scales"] & 15).astype(np.float32),
-        "minimum": -(least * (blocks["scales"] >> 4).astype(np.float32)),
-    }
+    weight = _pairs(_quarters(blocks["levels"]))
+    return {"weight": weight, "scale": blocks["scales"] & 15, "minimum": blocks["scales"] >> 4, **_supers(blocks)}
 
 
 def _q3_k(blocks: Array) -> dict[str, Array]:
@@ -122,27 +119,15 @@ def _q3_k(blocks: Array) -> dict[str, Array]:
     scales = (low | high << 4).astype(np.int8) - np.int8(32)
     bits = (blocks["high"][:, None, :] >> np.arange(8, dtype=np.uint8)[:, None] & 1).reshape(-1, 256)
     numbers = _quarters(blocks["levels"]) - ((bits ^ 1) << 2)
-    return {
-        "weight": _pairs(numbers & 15),
-        "scale": blocks["scale"].astype(np.float32)[:, None] * scales.astype(np.float32),
-    }
+    return {"weight": _pairs(numbers & 15), "scale": scales, "super_scale": blocks["scale"]}
 
 
-def _iq4_by_table(blocks: Array) -> dict[str, Array]:
-    return {"weight": _pairs(_halves(blocks["levels"], 16)), "scale": blocks["scale"]}
-
-
-def _iq4(blocks: Array) -> dict[str, Array]:
-    return {"weight": np.array(IQ4, np.int8)[_halves(blocks["levels"], 16)], "scale": blocks["scale"]}
-
-
-def _mxfp4_by_table(blocks: Array) -> dict[str, Array]:
-    return {"weight": _pairs(_halves(blocks["levels"], 16)), "exponent": blocks["exponent"]}
-
-
-def _mxfp4(blocks: Array) -> dict[str, Array]:
-    scale = np.ldexp(np.float32(1), blocks["exponent"].astype(np.int32) - 128)
-    return {"weight": np.array(E2M1, np.int8)[_halves(blocks["levels"], 16)], "scale": scale}
+def _iq4_xs(blocks: Array) -> dict[str, Array]:
+    groups = np.arange(8, dtype=np.uint16)
+    low = blocks["low"].repeat(2, axis=1) >> (groups % 2 * 4).astype(np.uint8) & 15
+    high = blocks["high"][:, None] >> groups * 2 & 3
+    scales = (low | high << 4).astype(np.int8) - np.int8(32)
+    return {"weight": _pairs(_halves(blocks["levels"], 16)), "scale": scales, "super_scale": blocks["scale"]}
 
 
 def _block(*fields: tuple[str, str] | tuple[str, str, int]) -> np.dtype[Any]:
@@ -151,41 +136,43 @@ def _block(*fields: tuple[str, str] | tuple[str, str, int]) -> np.dtype[Any]:
 
 _SCALE, _LEAST = ("scale", "<f2"), ("least", "<f2")
 _K = (_SCALE, _LEAST, ("scales", "u1", 12))
-_IQ4, _MXFP4 = _block(_SCALE, ("levels", "u1", 16)), _block(("exponent", "u1"), ("levels", "u1", 16))
 LAYOUTS = {
     "Q2_K": Layout(
         _block(("scales", "u1", 16), ("levels", "u1", 64), _SCALE, _LEAST),
-        PackedFormat(4, False, 16, "minimum", "float32"),
+        PackedFormat(4, False, 16, "minimum", "int8"),
         _q2_k,
     ),
     "Q3_K": Layout(
         _block(("high", "u1", 32), ("levels", "u1", 64), ("scales", "u1", 12), _SCALE),
-        PackedFormat(4, True, 16, "none", "float32"),
+        PackedFormat(4, True, 16, "none", "int8"),
         _q3_k,
     ),
-    "IQ4_NL": Layout(_IQ4, PackedFormat(8, True, 32), _iq4),
-    "MXFP4": Layout(_MXFP4, PackedFormat(8, True, 32, "none", "float32"), _mxfp4),
+    "IQ4_NL": Layout(_block(_SCALE, ("levels", "u1", 16)), PackedFormat(4, False, 32, table=IQ4), _nibbles),
+    "IQ4_XS": Layout(
+        _block(_SCALE, ("high", "<u2"), ("low", "u1", 4), ("levels", "u1", 128)),
+        PackedFormat(4, False, 32, "none", "int8", table=IQ4),
+        _iq4_xs,
+    ),
+    "MXFP4": Layout(
+        _block(("exponent", "u1"), ("levels", "u1", 16)),
+        PackedFormat(4, False, 32, "none", "uint8", table=E2M1),
+        _nibbles,
+    ),
     "Q4_0": Layout(_block(_SCALE, ("levels", "u1", 16)), PackedFormat(4, True, 32), _q4_0),
     "Q4_1": Layout(_block(_SCALE, _LEAST, ("levels", "u1", 16)), PackedFormat(4, False, 32, "minimum"), _q4_1),
-    "Q5_0": Layout(_block(_SCALE, ("high", "<u4"), ("levels", "u1", 16)), PackedFormat(8, True, 32), _q5_0),
+    "Q5_0": Layout(_block(_SCALE, ("high", "<u4"), ("levels", "u1", 16)), PackedFormat(5, True, 32), _q5_0),
     "Q5_1": Layout(
-        _block(_SCALE, _LEAST, ("high", "<u4"), ("levels", "u1", 16)), PackedFormat(8, False, 32, "minimum"), _q5_1
+        _block(_SCALE, _LEAST, ("high", "<u4"), ("levels", "u1", 16)), PackedFormat(5, False, 32, "minimum"), _q5_1
     ),
     "Q8_0": Layout(_block(_SCALE, ("levels", "i1", 32)), PackedFormat(8, True, 32), _q8_0),
-    "Q4_K": Layout(_block(*_K, ("levels", "u1", 128)), PackedFormat(4, False, 32, "minimum", "float32"), _q4_k),
+    "Q4_K": Layout(_block(*_K, ("levels", "u1", 128)), PackedFormat(4, False, 32, "minimum", "int8"), _q4_k),
     "Q5_K": Layout(
-        _block(*_K, ("high", "u1", 32), ("levels", "u1", 128)), PackedFormat(8, False, 32, "minimum", "float32"), _q5_k
+        _block(*_K, ("high", "u1", 32), ("levels", "u1", 128)), PackedFormat(5, False, 32, "minimum", "int8"), _q5_k
     ),
     "Q6_K": Layout(
         _block(("levels", "u1", 128), ("high", "u1", 64), ("scales", "i1", 16), _SCALE),
-        PackedFormat(8, True, 16, "none", "float32"),
+        PackedFormat(6, True, 16, "none", "int8"),
         _q6_k,
     ),
 }
 """Layouts by ggml's name of the type."""
-EXPERT_LAYOUTS = {
-    **LAYOUTS,
-    "IQ4_NL": Layout(_IQ4, PackedFormat(4, False, 32, table=IQ4), _iq4_by_table),
-    "MXFP4": Layout(_MXFP4, PackedFormat(4, False, 32, "none", "uint8", table=E2M1), _mxfp4_by_table),
-}
-"""Layouts of the weights of experts by ggml's name of the type."""

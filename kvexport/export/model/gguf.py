@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 import mmap
+import re
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,15 +25,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
-from kvexport.export.model.ggml_blocks import EXPERT_LAYOUTS, LAYOUTS, Layout
+from kvexport.export.model.ggml_blocks import LAYOUTS, Layout
 from kvexport.ops.packed import PackedFormat
 from kvexport.tensor_files.casting import BLOCK_BYTES, read_at, read_rows, row_blocks
 from kvexport.tensor_files.entry import TensorEntry
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 _DEPTH = 4  # of arrays in arrays
 _MOST_DIMS = 4
+_MOST_ENTRIES = 1 << 22  # of a header's keys, arrays and tensors; those of 262,144 tokens are 1.3 million
 # ggml's number of a type -> its name, values of a block, bytes of one
 TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
@@ -53,9 +56,42 @@ class Gguf:
     # Tensors by name, row-major: a matrix is [outputs, inputs]. dtype is ggml's name of the type.
     tensors: dict[str, TensorEntry]
     digest: str  # SHA-256 (hex) of the header and of the file's size
+    files: tuple[Path, ...]  # the file, or all parts of a model in several files
 
 
 def read_gguf(file: Path) -> Gguf:
+    """The header of a GGUF file, or of all parts of a model in several files, given any of them."""
+    one = _read_file(file)
+    count = one.metadata.get("split.count", 1)
+    if count == 1:
+        return one
+    match = _PART.fullmatch(file.name)
+    if match is None or type(count) is not int or int(match[2]) != count:
+        raise UsageError(
+            f"{file} is one of {str(count)[:40]} parts of a model, and its name does not end in -00001-of-N.gguf",
+            "give the parts the names under which they were published",
+        )
+    names = [file.with_name(f"{match[1]}-{i:05}-of-{match[2]}.gguf") for i in range(1, count + 1)]
+    if missing := [part.name for part in names if not part.is_file()]:
+        raise UsageError(
+            f"{file} is one of {count} parts of a model, and {len(missing)} others are missing, such as {missing[0]}",
+            f"download all parts into {file.parent}",
+        )
+    parts = [_read_file(part) for part in names]
+    tensors = {name: entry for part in parts for name, entry in part.tensors.items()}
+    given, promised = sum(len(part.tensors) for part in parts), parts[0].metadata.get("split.tensors.count")
+    numbers = [(part.metadata.get("split.no"), part.metadata.get("split.count")) for part in parts]
+    if numbers != [(i, count) for i in range(count)] or not len(tensors) == given == promised:
+        raise UsageError(
+            f"the {count} parts of {names[0]} do not belong together: they have {given} tensors, {len(tensors)} "
+            f"different ones, expected {str(promised)[:40]}",
+            f"download all parts into {file.parent} again",
+        )
+    digest = hashlib.sha256("".join(part.digest for part in parts).encode()).hexdigest()
+    return Gguf(names[0], parts[0].metadata, tensors, digest, tuple(names))
+
+
+def _read_file(file: Path) -> Gguf:
     try:
         with file.open("rb") as stream:
             size = file.stat().st_size
@@ -88,7 +124,7 @@ def _read(file: Path, data: mmap.mmap, size: int) -> Gguf:
     start = -(-cursor.at // alignment) * alignment
     tensors = _placed(cursor, described, start, alignment)
     digest = hashlib.sha256(data[: cursor.at] + size.to_bytes(8, "little")).hexdigest()
-    return Gguf(file, metadata, tensors, digest)
+    return Gguf(file, metadata, tensors, digest, (file,))
 
 
 class _Described(NamedTuple):
@@ -126,6 +162,7 @@ class _Cursor:
 
     def __init__(self, file: Path, data: mmap.mmap, size: int) -> None:
         self.file, self.data, self.size, self.at = file, data, size, 0
+        self.entries = 0  # that the header has promised so far
 
     def damaged(self, problem: str) -> UsageError:
         return UsageError(f"the GGUF file {self.file} {problem}", f"download {self.file.name} again")
@@ -142,11 +179,16 @@ class _Cursor:
         """
         if promised * least > self.size - self.at:
             raise self.damaged(f"ends early: at byte {self.at} of {self.size} it promises {promised} more entries")
+        self.entries += promised
+        if self.entries > _MOST_ENTRIES:
+            raise self.damaged(f"promises {self.entries} entries of its header, expected at most {_MOST_ENTRIES}")
         return promised
 
     def string(self) -> str:
         (length,) = self.take("<Q")
-        end = self.at + self.count(length, 1)
+        end = self.at + length
+        if end > self.size:
+            raise self.damaged(f"ends early: at byte {self.at} of {self.size} it promises {length} more bytes")
         text, self.at = str(self.data[self.at : end], "utf-8"), end
         return text
 
@@ -177,7 +219,6 @@ class GgufWeight:
     # Number of heads whose rows llama.cpp stores as rotary pairs (2i, 2i + 1), or 0. `blocks` yields their rows in the
     # order of transformers: (i, i + half).
     heads: int = 0
-    expert: bool = False  # whether the matrix belongs to an expert
 
     @property
     def name(self) -> str:
@@ -196,11 +237,11 @@ class GgufWeight:
 
     @property
     def _layout(self) -> Layout | None:
-        return (EXPERT_LAYOUTS if self.expert else LAYOUTS).get(self.entry.dtype)
+        return LAYOUTS.get(self.entry.dtype)
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield the rows of the weight matrix as arrays by name (weight, scale, minimum), whole heads at a time."""
-        n, k = self.shape
+        """Yield the rows of the weight matrix as arrays by name (weight, scale and so on), whole heads at a time."""
+        n, _ = self.shape
         head = n // self.heads if self.heads else 1
         layout = self._layout
         for some in row_blocks(n // head, head * self.entry.nbytes // n, BLOCK_BYTES // 4):
@@ -213,7 +254,7 @@ class GgufWeight:
                 stored = np.frombuffer(read_at(self.entry, stream, rows), layout.block)
             components = layout.components(arranged(stored.reshape(len(rows), -1)).reshape(-1))
             yield {
-                name: component if name == "weight" else component.reshape(len(rows), k // layout.packing.group)
+                name: component if name == "weight" else component.reshape(len(rows), -1)
                 for name, component in components.items()
             }
 

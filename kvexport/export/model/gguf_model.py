@@ -42,6 +42,14 @@ _LLAMA3 = [
     {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     for factor in (8.0, 32.0)
 ]
+# Files that lie beside a model's: what they are, and what to do, by their general.type or general.architecture.
+_ENCODER = ("the encoder of images or sounds for a model", "take the model's own file, without mmproj in its name")
+_NO_MODELS = {
+    "mmproj": _ENCODER,
+    "clip": _ENCODER,
+    "adapter": ("a LoRA adapter for a model", "--set weights.merge_adapter=FOLDER of the adapter in PEFT's format"),
+    "imatrix": ("an importance matrix, by which llama.cpp rounds a model", "take the model's own file"),
+}
 _TEXTS_VERSION = 2  # of the files that `write_texts` writes, for the cache
 
 
@@ -135,7 +143,9 @@ def _paired_heads(gguf: Gguf, kind: str, architecture: Architecture, name: str, 
 
 
 def _architecture(gguf: Gguf) -> tuple[str, Architecture]:
-    kind = gguf.metadata.get("general.architecture")
+    kind, content = (gguf.metadata.get(f"general.{key}") for key in ("architecture", "type"))
+    if other := next((_NO_MODELS[name] for name in map(str, (content, kind)) if name in _NO_MODELS), None):
+        raise UsageError(f"{gguf.file} is no model but {other[0]}", other[1])
     if kind not in ARCHITECTURES:
         raise UsageError(
             f"{gguf.file} holds a {str(kind)[:40]!r}, expected one of {', '.join(ARCHITECTURES)}",

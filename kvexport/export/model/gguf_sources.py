@@ -82,7 +82,7 @@ def _required(stored: Mapping[tuple[str, str], TensorEntry], name: str, prefix: 
 
 def _joined(name: str, shape: tuple[int, ...], stacked: Sequence[TensorEntry]) -> PackedExperts:
     matrices: list[Source] = [
-        GgufWeight(_expert(entry, i), expert=True) for i in range(shape[0]) for entry in stacked
+        GgufWeight(_expert(entry, i)) for i in range(shape[0]) for entry in stacked
     ]  # fmt: skip
     if len({matrix.packing for matrix in matrices}) > 1:
         matrices = [matrix if matrix.packing is None else Dense(matrix) for matrix in matrices]

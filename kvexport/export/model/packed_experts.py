@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -22,7 +21,6 @@ from transformers.core_model_loading import (
 
 from kvexport.errors import UsageError
 from kvexport.export.hooks.experts import Layout, expert_modules
-from kvexport.export.model.quantized.float4 import Float4
 from kvexport.export.model.tensors import PackedExperts
 
 _SHOWN = 3  # names in a message
@@ -37,18 +35,13 @@ def kept_packed(
     joins = operations in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
     if len(shape) != 3 or not joins or len(operations) != len(rule.operations):
         return None
-    parts = [[_as_experts(matrix) for matrix in named[pattern]] for pattern in rule.source_patterns if pattern in named]
+    parts = [named[pattern] for pattern in rule.source_patterns if pattern in named]
     matrices = tuple(matrix for of_expert in zip(*parts, strict=True) for matrix in of_expert)
     formats = {getattr(matrix, "packing", None) for matrix in matrices}
     packing = next(iter(formats), None)
     if len(formats) != 1 or packing is None or packing.ordered or layout.transposed or layout.interleaved:
         return None
     return PackedExperts(name, shape, matrices)
-
-
-def _as_experts(matrix: Any) -> Any:
-    """Return a matrix in the form for Experts: 4-bit floats stay in 4 bits, because Experts supports tables."""
-    return replace(matrix, packing=matrix.packed_by_table) if isinstance(matrix, Float4) else matrix
 
 
 def why_floats(matrices: Sequence[Any]) -> str:

@@ -39,8 +39,9 @@ class Source(Protocol):
     def blocks(self) -> Iterator[dict[str, Array]]:
         """Yield all rows of the weight, block by block.
 
-        A packed block has `weight` as stored (`kvexport.ops.packed.pack`), `scale` or `exponent` and `minimum` [rows,
-        groups], and `zero` [rows, groups] as numbers; a block of floats has `weight` [rows, inputs] float32.
+        A packed block has the tensors of `PackedFormat.tensors` without the table and the order, as stored
+        (`kvexport.ops.packed.pack`), but `zero` [rows, groups] as numbers; a block of floats has `weight` [rows,
+        inputs] float32.
         """
         ...
 

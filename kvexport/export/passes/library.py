@@ -24,7 +24,7 @@ from kvexport.errors import KvexportError
 from kvexport.export.passes.linear.forms import OP_TYPES, dtype_of, form_of, is_linear
 from kvexport.export.passes.nodes import dims, is_op, known_shape
 from kvexport.ops.experts import WEIGHTS, ExpertsForm, experts_function
-from kvexport.ops.linear import PACKED, Form, linear_function
+from kvexport.ops.linear import Form, linear_function, parts_after
 from kvexport.ops.onnx_function import DOMAIN
 
 EXPERTS, MICROSOFT = "Experts", "com.microsoft"
@@ -85,7 +85,7 @@ def _of_linear(node: ir.Node, types: Types, sizes: Sizes) -> onnx.FunctionProto:
     for i in range(form.weights):
         parts = form.weight_inputs("gate" if i == form.count else f"weight{i}", i)
         kind, group = (form.packed[i], form.group[i]) if form.packed else (0, 0)
-        weights.append(_weight(inputs, parts, PACKED[kind], group, types, sizes))
+        weights.append(_weight(inputs, parts, parts_after(kind), group, types, sizes))
     return library_function(form, weights, dtype, 3 if form.input_heads else len(dims(node.inputs[0])))
 
 
@@ -102,7 +102,7 @@ def _of_experts(node: ir.Node, types: Types, sizes: Sizes) -> onnx.FunctionProto
     weights = []
     for i, weight in enumerate(WEIGHTS):
         kind, group = (form.packed[i], form.group[i]) if form.packed else (0, 0)
-        weights.append(_weight(inputs, form.weight_inputs(weight), PACKED[kind], group, types, sizes))
+        weights.append(_weight(inputs, form.weight_inputs(weight), parts_after(kind), group, types, sizes))
     return experts_library_function(form, weights, dtype)
 
 

@@ -1,17 +1,14 @@
 """The nodes of an ONNX graph that dequantize a packed weight in place of a float initializer w [N, K].
 
-A scale belongs to a group of g inputs. Every reader of w other than a Gather of its rows reads d instead:
+Every reader of w other than a Gather of its rows reads what the nodes of `kvexport.ops.linear.dequantized` compute,
+cast to the type of w. If the columns have an order of their own,
 
-    d = DequantizeLinear<axis = 1, block_size = g, output_dtype>(w, scale, zero?)
-    with a minimum:  d = DequantizeLinear<..., output_dtype = float32>(w, scale)
-                     s = Add(Reshape(d, [N, K / g, g]), Cast(Unsqueeze(minimum, [-1])))
-                     d = Cast(Reshape(s, [N, K]))                     casts only where types differ
-    with an order:   y = MatMul(x, Transpose(w))  =>  y = MatMul(Gather<axis = -1>(x, order), Transpose(d))
+    y = MatMul(x, Transpose(w))  =>  y = MatMul(Gather<axis = -1>(x, order), Transpose(d))
 
 A Gather of the rows of w (an embedding) becomes nodes that dequantize those rows alone:
 
-    y = Gather<axis = 0>(w, ids)  =>  r = Gather<axis = 0>(rows, ids), scale, zero and minimum likewise;
-                                      four bits set apart, cast to float32, (r - zero) * scale + minimum
+    y = Gather<axis = 0>(w, ids)  =>  r = Gather<axis = 0>(rows, ids), scale, zero, minimum and so on likewise;
+                                      bits set apart, cast to float32, (r - zero) * scale + minimum
 
 `rows` are the same bytes as w. Weights of four bits are uint8 [N, K / 2], because Gather supports no four-bit types.
 For ONNX Runtime's CUDA provider, which has no kernels of operators on bits, it becomes
@@ -25,12 +22,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import onnx.parser
 import onnx_ir as ir
 
 from kvexport.errors import UsageError
-from kvexport.export.passes.nodes import is_op, permutes, producer
+from kvexport.export.passes.nodes import is_op, permutes
 from kvexport.export.weights.computed import component_name
-from kvexport.ops.packed import PackedFormat, PackedTensor
+from kvexport.ops.linear import dequantized, parts_after
+from kvexport.ops.packed import SUPER, PackedFormat, PackedTensor
 
 TYPES = {
     "int4": ir.DataType.INT4,
@@ -42,16 +41,14 @@ TYPES = {
     "int64": ir.DataType.INT64,
 }
 ROWS = "rows"
+_PACKED = "kvexport.packed"  # the key of a dequantized value's packed weight in its metadata
 
 
 class Packed(NamedTuple):
-    """The tensors of a packed weight as values of an ONNX graph. `group` inputs share a scale."""
+    """A packed weight in an ONNX graph: its format, and its tensors in the order of a Linear node's inputs."""
 
-    weight: ir.Value
-    scale: ir.Value
-    zero: ir.Value | None
-    minimum: ir.Value | None
-    group: int
+    packing: PackedFormat
+    parts: list[ir.Value]
 
 
 def packed_of(value: ir.Value | None) -> Packed | None:
@@ -59,22 +56,7 @@ def packed_of(value: ir.Value | None) -> Packed | None:
 
     `value` has the columns in their stored order.
     """
-    node, minimum = value.producer() if value is not None else None, None
-    if node is not None and is_op(node, "Cast"):
-        node = producer(node, 0, "Reshape")
-    if node is not None and is_op(node, "Reshape") and (add := producer(node, 0, "Add")) is not None:
-        least = producer(add, 1, "Cast") or producer(add, 1, "Unsqueeze")
-        if least is not None and is_op(least, "Cast"):
-            least = producer(least, 0, "Unsqueeze")
-        split = producer(add, 0, "Reshape")
-        if least is None or split is None:
-            return None
-        minimum, node = least.inputs[0], producer(split, 0, "DequantizeLinear")
-    if node is None or not is_op(node, "DequantizeLinear") or "block_size" not in node.attributes:
-        return None
-    weight, scale, *zero = node.inputs
-    assert weight is not None and scale is not None
-    return Packed(weight, scale, zero[0] if zero else None, minimum, node.attributes["block_size"].as_int())
+    return value.meta.get(_PACKED) if value is not None else None
 
 
 def put_packed(
@@ -174,7 +156,11 @@ class _Putter:
         return self.graph.initializers[name]
 
     def node(
-        self, op_type: str, inputs: Sequence[ir.Value], domain: str = "", **attributes: int | str | ir.TensorProtocol
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value],
+        domain: str = "",
+        **attributes: int | str | ir.TensorProtocol | ir.Attr,
     ) -> ir.Value:
         self.node_count += 1
         name = f"{self.name}.dequantize.{self.node_count}"
@@ -183,13 +169,14 @@ class _Putter:
         self.graph.insert_before(self.before, node)
         return node.outputs[0]
 
-    def constant(self, numbers: Sequence[int], dtype: type = np.int64) -> ir.Value:
+    def constant(self, numbers: Sequence[int] | Sequence[list[int]], dtype: type = np.int64) -> ir.Value:
         """Return an initializer with these integers; equal arrays share one initializer."""
-        name = f"kvexport.{np.dtype(dtype).name}.{'_'.join(map(str, numbers))}"
+        array = np.array(numbers, dtype)
+        name = f"kvexport.{array.dtype.name}.{'x'.join(map(str, array.shape))}.{'_'.join(map(str, array.ravel()))}"
         if name not in self.graph.initializers:
-            tensor = ir.tensor(np.array(numbers, dtype), name=name)
+            tensor = ir.tensor(array, name=name)
             self.graph.initializers[name] = ir.Value(
-                name=name, shape=ir.Shape([len(numbers)]), type=ir.TensorType(tensor.dtype), const_value=tensor
+                name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor
             )
         return self.graph.initializers[name]
 
@@ -198,24 +185,22 @@ class _Putter:
 
     def dense(self) -> ir.Value:
         """Return the whole dequantized weight, computed by nodes at the beginning of the graph."""
-        self.before = self.graph[0]
-        packing, (n, k) = self.packing, self.shape
-        least = packing.offset == "minimum"
-        inputs = [
-            self.component("weight"),
-            self.component("scale"),
-            *([self.component("zero")] if packing.offset == "zero" else []),
-        ]
-        computed = ir.DataType.FLOAT if least else self.dtype
-        value = self.node("DequantizeLinear", inputs, axis=1, block_size=packing.group, output_dtype=int(computed))
-        _typed(value, computed, self.shape)
-        if least:
-            minimum = self.node("Unsqueeze", [self.component("minimum"), self.constant([-1])])
-            minimum = self.cast(minimum, TYPES[packing.scale_dtype], computed)
-            groups = self.node("Reshape", [value, self.constant([n, k // packing.group, packing.group])])
-            value = self.node("Reshape", [self.node("Add", [groups, minimum]), self.constant([n, k])])
-            value = self.cast(value, computed, self.dtype)
+        self.before, kind = self.graph[0], self.packing.kind
+        names = ["weight", *parts_after(kind)]
+        lines, result = dequantized(names, kind, self.packing.group, axis=1)
+        header = '<domain: "kvexport", opset_import: ["": 23]>'
+        text = "\n".join([header, f"Dequantize ({', '.join(names)}) => ({result})", "{", *lines, "}"])
+        function = ir.serde.deserialize_function(onnx.parser.parse_function(text))
+        parts = [self.component(name) for name in names]
+        values = dict(zip(function.inputs, parts, strict=True))
+        for node in function:
+            inputs = [values[value] for value in node.inputs if value is not None]
+            values[node.outputs[0]] = self.node(node.op_type, inputs, **node.attributes)
+        value = values[function.outputs[0]]
+        _typed(value, ir.DataType.FLOAT, self.shape)
+        value = self.cast(value, ir.DataType.FLOAT, self.dtype)
         _typed(value, self.dtype, self.shape)
+        value.meta[_PACKED] = Packed(self.packing, parts)
         return value
 
     def embedding(self, gather: ir.Node) -> None:
@@ -227,7 +212,7 @@ class _Putter:
         values = self.numbers("weight", ids, k, packing.group)
         if packing.offset == "zero":
             values = self.node("Sub", [values, self.numbers("zero", ids, k // packing.group, 1)])
-        values = self.node("Mul", [values, self.floats("scale", ids)])
+        values = self.node("Mul", [values, self.floats(packing.scale, ids)])
         if packing.offset == "minimum":
             values = self.node("Add", [values, self.floats("minimum", ids)])
         rows = self.cast(self.node("Reshape", [values, self.constant([0, 0, k])]), computed, self.dtype)
@@ -240,7 +225,17 @@ class _Putter:
         """Return the scales or minimums of the gathered rows as float32 [B, T, groups, 1]."""
         picked = self.node("Gather", [self.component(component), ids], axis=0)
         picked = self.cast(picked, TYPES[self.packing.scale_dtype], ir.DataType.FLOAT)
-        return self.node("Unsqueeze", [picked, self.constant([-1])])
+        last = self.constant([-1])
+        if component == "exponent":
+            exponent = self.node("Sub", [picked, self.constant([128], np.float32)])
+            picked = self.node("Pow", [self.constant([2], np.float32), exponent])
+        if self.packing.scale_dtype == "int8":
+            supers, groups = self.shape[1] // SUPER, self.shape[1] // self.packing.group
+            factors = self.node("Gather", [self.component(f"super_{component}"), ids], axis=0)
+            factors = self.node("Unsqueeze", [self.cast(factors, ir.DataType.FLOAT16, ir.DataType.FLOAT), last])
+            apart = self.node("Reshape", [picked, self.constant([0, 0, supers, groups // supers])])
+            picked = self.node("Reshape", [self.node("Mul", [apart, factors]), self.constant([0, 0, groups])])
+        return self.node("Unsqueeze", [picked, last])
 
     def library_embedding(self, gather: ir.Node) -> None:
         """Replace a Gather of the weight's rows by a GatherBlockQuantized, whose zero points are half of the range."""
@@ -285,10 +280,27 @@ class _Putter:
         high = self.node("BitShift", [picked, self.constant([4], np.uint8)], direction="RIGHT")
         last = self.constant([-1])
         halves = self.node("Concat", [self.node("Unsqueeze", [x, last]) for x in (low, high)], axis=-1)
-        if packing.signed:
+        if packing.high_bits:
+            halves = self.node("BitwiseOr", [self.node("Reshape", [halves, shape]), self.high(ids, shape)])
+        elif packing.signed:
             halves = self.node("BitwiseXor", [halves, self.constant([8], np.uint8)])
+        if packing.table:
+            indices = self.node("Cast", [halves], to=int(ir.DataType.INT32))
+            halves = self.node("Gather", [self.component("table"), indices], axis=0)
         value = self.node("Cast", [self.node("Reshape", [halves, shape])], to=int(ir.DataType.FLOAT))
-        return self.node("Sub", [value, self.constant([8], np.float32)]) if packing.signed else value
+        half = 1 << (packing.bits - 1)
+        return self.node("Sub", [value, self.constant([half], np.float32)]) if packing.signed else value
+
+    def high(self, ids: ir.Value, shape: ir.Value) -> ir.Value:
+        """Return the upper bits of the numbers of gathered rows, above four bits of 0."""
+        bits, (_, k) = self.packing.high_bits, self.shape
+        picked = self.node("Gather", [self.component("high"), ids], axis=0)
+        apart = self.node("Reshape", [picked, self.constant([0, 0, k * bits // 32, 1, 4])])
+        fields = self.constant([[field] for field in range(0, 8, bits)], np.uint8)
+        apart = self.node("BitShift", [apart, fields], direction="RIGHT")
+        apart = self.node("BitwiseAnd", [apart, self.constant([(1 << bits) - 1], np.uint8)])
+        flat = self.node("Reshape", [self.node("Reshape", [apart, self.constant([0, 0, k])]), shape])
+        return self.node("BitShift", [flat, self.constant([4], np.uint8)], direction="LEFT")
 
 
 def _graph(node: ir.Node) -> ir.Graph:

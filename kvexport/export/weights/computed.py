@@ -69,7 +69,7 @@ def component_blocks(spec: ComputedSpec) -> Iterator[tuple[str, Iterator[Array]]
     yield "weight", weight()
     for name, kept in rest.items():
         whole = np.concatenate(kept)
-        yield name, iter([pack(whole, packing.bits) if name == "zero" else whole.astype(packing.scale_dtype)])
+        yield name, iter([pack(whole, packing.bits) if name == "zero" else whole.astype(spec.components[name].dtype)])
     if packing.table:
         yield "table", iter([np.array(packing.table, np.int8)])
     if packing.ordered:

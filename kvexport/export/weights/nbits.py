@@ -2,12 +2,13 @@
 
 Their numbers are unsigned, and 2^(bits - 1) stands for 0 if there is no zero point. Their groups are powers of two, and
 every row of zero points begins at a byte. All conversions are exact: a signed number gets the offset, a larger group is
-divided into smaller ones with the same scale, and a number of a table becomes a number of 8 bits.
+divided into smaller ones with the same scale, numbers of a table and of 5 or 6 bits become numbers of 8 bits, and
+products of scales and super-scales become float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from kvexport.export.model.tensors import Dense, Source
 from kvexport.export.weights.computed import ComputedSpec
 from kvexport.export.weights.write import Spec
-from kvexport.ops.packed import PackedFormat, PackedTensor, scales, unpack
+from kvexport.ops.packed import PackedFormat, integers, scales
 
 Array = NDArray[Any]
 GROUPS = (128, 64, 32, 16)
@@ -28,13 +29,13 @@ def nbits_format(packing: PackedFormat, inputs: int) -> PackedFormat:
 
     The numbers of a signed format have the offset.
     """
-    wide = bool(packing.table)
-    bits, signed = (8, True) if wide else (packing.bits, packing.signed)
+    bits = 8 if packing.table or packing.bits > 4 else 4
+    signed = packing.signed or bool(packing.table)
     groups = [group for group in GROUPS if packing.group % group == 0]
     if packing.offset == "zero" and bits == 4:
         even = [group for group in groups if inputs // group % 2 == 0]
         bits, groups = (4, even) if even else (8, groups)
-    scale = "float32" if packing.scale == "exponent" else packing.scale_dtype
+    scale = packing.scale_dtype if packing.scale_dtype.startswith("float") else "float32"
     return replace(packing, bits=bits, signed=signed, group=groups[0], scale_dtype=scale, table=())  # type: ignore[arg-type]
 
 
@@ -65,13 +66,13 @@ class NBits:
         offset = 1 << (new.bits - 1) if new.signed else 0
         for block in self.source.blocks():
             rows, times = len(block[old.scale]), old.group // new.group
-            converted = {"weight": _numbers(block["weight"], old, new, (rows, inputs))}
+            converted = {"weight": _numbers(block, old, new, (rows, inputs))}
             converted["scale"] = np.repeat(scales(old, block).astype(new.scale_dtype), times, axis=1)
             if "zero" in block:
                 zero = np.repeat(block["zero"].astype(np.int32), times, axis=1)
                 converted["zero"] = (zero + offset).astype(np.uint8)
             if "minimum" in block:
-                converted["minimum"] = np.repeat(block["minimum"], times, axis=1)
+                converted["minimum"] = np.repeat(scales(old, block, "minimum").astype(new.scale_dtype), times, axis=1)
             yield converted
 
     def order(self) -> NDArray[np.int64]:
@@ -79,13 +80,13 @@ class NBits:
         return self.source.order()
 
 
-def _numbers(stored: Array, old: PackedFormat, new: PackedFormat, shape: tuple[int, int]) -> Array:
+def _numbers(block: Mapping[str, Array], old: PackedFormat, new: PackedFormat, shape: tuple[int, int]) -> Array:
     """Return the numbers of rows [rows, inputs] as the bytes of the new format."""
     if not old.table and old.bits == new.bits:
         flipped = (0x88 if new.bits == 4 else 0x80) if new.signed else 0
-        result: Array = stored.reshape(-1).view(np.uint8) ^ np.uint8(flipped)
+        result: Array = block["weight"].reshape(-1).view(np.uint8) ^ np.uint8(flipped)
         return result
-    numbers = unpack(stored, PackedTensor(old.dtype, shape)).astype(np.int32)
+    numbers = integers(old, *shape, block).astype(np.int32)
     if old.table:
         numbers = np.array(old.table, np.int32)[numbers]
     return (numbers + (128 if new.signed else 0)).astype(np.uint8)

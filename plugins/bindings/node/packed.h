@@ -9,11 +9,26 @@
 namespace kv {
 
 // The values of the attribute `packed`: the inputs of a node that follow a packed weight. They are a scale or, for
-// kExponents, an exponent; then the zero point, the minimum or the table.
-enum Packed { kNotPacked, kScaled, kWithZero, kWithMinimum, kWithTable, kExponents };
+// kExponents, an exponent; then the zero point, the minimum or the table. kSupers adds the super-scales of scales and
+// of minima, and kHigh times 1 or 2 the upper bits of integers of 5 or 6 bits, last.
+enum Packed { kNotPacked, kScaled, kWithZero, kWithMinimum, kWithTable, kExponents, kSupers = 8, kHigh = 16 };
 
-inline int inputs_after(int packed) { return packed == kNotPacked ? 0 : packed == kScaled ? 1 : 2; }
-inline bool has_table(int packed) { return packed == kWithTable || packed == kExponents; }
+inline int without_flags(int packed) { return packed & 7; }
+inline int high_bits(int packed) { return packed / kHigh; }
+inline bool has_table(int packed) { return without_flags(packed) == kWithTable || without_flags(packed) == kExponents; }
+inline int inputs_after(int packed) {
+  const int kind = without_flags(packed), parts = kind == kNotPacked ? 0 : kind == kScaled ? 1 : 2;
+  const int supers = packed & kSupers ? 1 + (kind == kWithMinimum) : 0;
+  return parts + supers + (high_bits(packed) > 0);
+}
+
+// Returns whether a weight may have these inputs.
+inline bool is_known(int packed) {
+  const int kind = without_flags(packed);
+  const bool scaled = kind == kScaled || kind == kWithMinimum;
+  return packed >= 0 && kind <= kExponents && high_bits(packed) <= 2 && (!high_bits(packed) || scaled) &&
+         (!(packed & kSupers) || scaled || kind == kWithTable);
+}
 
 struct Packing {
   std::vector<int> packed, group;  // an entry for each weight; group: inputs that share a scale, 0 if it is not packed
@@ -34,7 +49,8 @@ Packing read_packing(const Node& node, size_t count) {
                "packed and group have an entry for each of " + std::to_string(count) + " weights, not " +
                    std::to_string(x.packed.size()) + " and " + std::to_string(x.group.size()));
   for (size_t i = 0; i < count; ++i) {
-    check(node, x.packed[i] >= kNotPacked && x.packed[i] <= kExponents, "packed", x.packed[i], "0 to 5");
+    check(node, is_known(x.packed[i]), "packed", x.packed[i],
+          "0 to 5, 8 more than 1, 3 or 4, or 16 or 32 more than 1, 3, 9 or 11");
     check(node, x.packed[i] ? x.group[i] > 0 : x.group[i] == 0, "group", x.group[i],
           x.packed[i] ? "positive of a packed weight" : "0 of a weight that is not packed");
   }

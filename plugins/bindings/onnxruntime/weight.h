@@ -67,14 +67,14 @@ struct Streamed {
 };
 
 // A weight [outputs, inputs], or of Experts [experts, outputs, inputs]. If it is packed, its scale or exponent follows
-// it, and then its zero point, minimum or table, if it has one.
+// it, and then its zero point, minimum or table, super-scales and upper bits, if it has them.
 struct Weight {
   int packed = kNotPacked, group = 0;
   int parts = 0;  // the matrices [outputs / parts, inputs] of each expert; 0: the weight is one matrix
   std::string op;
-  Streamed integers, scale, offset;
+  Streamed integers, scale, offset, super_scale, super_minimum, high;
   std::array<int8_t, 16> table{};      // the numbers at the indices of a weight with a table
-  std::shared_ptr<const void> panels;  // integers, scale and offset of a packed weight that is read in panels
+  std::shared_ptr<const void> panels;  // every part of a packed weight that is read in panels
 
   Weight() = default;
   Weight(const Ort::ConstKernelInfo& info, size_t input, const Attributes& node, int packed, int group,
@@ -82,29 +82,55 @@ struct Weight {
       : packed(packed), group(group), parts(parts), op(node.op()), integers(info, input) {
     read_parts(info, input, node);
     if (packed) repack(panel_functions);
-    for (Streamed* part : {&integers, &scale, &offset})
+    for (Streamed* part : streamed())
       if (!panels) part->keep();
   }
 
   void read_parts(const Ort::ConstKernelInfo& info, size_t input, const Attributes& node) {
     if (!packed) return;
-    node.require(bits() != 0, "input " + std::to_string(input) + " is a packed weight, and of no type of 4 or 8 bits");
-    node.require(bits() == 8 || group % 2 == 0, "a group of 4-bit weights is odd: " + std::to_string(group));
+    const int kind = without_flags(packed);
+    node.require(low_bits() != 0,
+                 "input " + std::to_string(input) + " is a packed weight, and of no type of 4 or 8 bits");
+    node.require(low_bits() == 8 || group % 2 == 0, "a group of 4-bit weights is odd: " + std::to_string(group));
     scale = Streamed(info, input + 1);
-    if (packed == kExponents)
+    if (kind == kExponents)
       node.require(scale.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8,
                    "input " + std::to_string(input + 1) + " is an exponent, and not uint8");
     else
-      require_float(node, scale);
-    if (has_table()) return read_table(info, input, node);
-    if (packed != kScaled) offset = Streamed(info, input + 2);
-    if (packed == kWithMinimum) require_float(node, offset);
-    if (packed == kWithZero)
+      require_scale(node, scale);
+    if (has_offset()) offset = Streamed(info, input + 2);
+    if (kind == kWithMinimum) require_scale(node, offset);
+    if (kind == kWithZero)
       node.require(offset.type == integers.type,
                    "input " + std::to_string(offset.input) + " is a zero point, and of another type than its weight");
+    if (has_table()) read_table(info, input, node);
+    read_planes(info, input + count(), node);
     const Shape weight = declared_shape(info, input);
     for (const Shape& groups : {declared_shape(info, input + 1), declared_offset(info)})
       if (!weight.empty() && !groups.empty()) require_groups(weight, groups);
+  }
+
+  // Reads the super-scales and the upper bits, which are the last of the inputs before `end`.
+  void read_planes(const Ort::ConstKernelInfo& info, size_t end, const Attributes& node) {
+    const auto read = [&](size_t input, ONNXTensorElementDataType type, int64_t inputs_each) {
+      Streamed part(info, input);
+      const std::string name = "input " + std::to_string(input) + ", super-scales or upper bits of a weight, ";
+      node.require(integers.initializer && part.initializer, name + "is no constant, or its weight is none");
+      Shape expected = integers.shape;
+      expected.back() /= inputs_each;
+      node.require(part.type == type && part.shape == expected,
+                   name + "is of another type, or " + text(part.shape) + " and not " + text(expected));
+      return part;
+    };
+    if (const int bits = high_bits(packed)) {
+      node.require(integers.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT4,
+                   "input " + std::to_string(integers.input) + " is a weight with upper bits, and not uint4");
+      high = read(--end, ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8, 8 / bits);
+    }
+    if (!(packed & kSupers)) return;
+    const auto super = [&] { return read(--end, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16, KV_SUPER); };
+    if (without_flags(packed) == kWithMinimum) super_minimum = super();
+    super_scale = super();
   }
 
   void read_table(const Ort::ConstKernelInfo& info, size_t input, const Attributes& node) {
@@ -119,8 +145,6 @@ struct Weight {
         shape.GetElementType() == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8 && shape.GetElementCount() == table.size(),
         name + "has not 16 numbers of int8");
     memcpy(table.data(), value.GetTensorRawData(), table.size());
-    const Shape weight = declared_shape(info, input), groups = declared_shape(info, input + 1);
-    if (!weight.empty() && !groups.empty()) require_groups(weight, groups);
   }
 
   // Repacks the weight into panels if every part is an initializer in the process's memory.
@@ -130,7 +154,7 @@ struct Weight {
     if (has_offset()) require_groups(integers.shape, offset.shape);
     const int64_t count = parts ? integers.shape[0] * parts : 1, inputs = integers.shape.back();
     const int64_t outputs = parts ? integers.shape[1] / parts : integers.shape[0];
-    const KvWeight at_rest = view(integers.initializer, scale.initializer, offset.initializer);
+    const KvWeight at_rest = view([](const Streamed& part) { return part.initializer; });
     if (count < 1 || outputs < 1 || inputs < 1 || functions.why_not(&at_rest, inputs)) return;
     if (parts && (integers.shape[1] % parts || !kv_has_matrices(&at_rest, outputs, inputs))) return;
     const size_t one = functions.bytes(&at_rest, outputs, inputs), bytes = static_cast<size_t>(count) * one;
@@ -144,15 +168,17 @@ struct Weight {
       const KvWeight matrix = kv_matrix_of(&at_rest, outputs, inputs, i);
       functions.repack(&matrix, outputs, inputs, static_cast<char*>(memory.get()) + static_cast<size_t>(i) * one);
     }
-    for (Streamed* part : {&integers, &scale, &offset})
+    for (Streamed* part : streamed())
       if (part->initializer) give_up(part->initializer, part->bytes);
     panels = memory;
   }
 
-  bool has_offset() const { return packed == kWithZero || packed == kWithMinimum; }
+  std::array<Streamed*, 6> streamed() { return {&integers, &scale, &offset, &super_scale, &super_minimum, &high}; }
+  bool has_offset() const { return without_flags(packed) == kWithZero || without_flags(packed) == kWithMinimum; }
   bool has_table() const { return kv::has_table(packed); }
   size_t count() const { return 1 + inputs_after(packed); }
-  int bits() const {
+  // Returns the bits of the elements of the weight's type.
+  int low_bits() const {
     switch (integers.type) {
       case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT4:
       case ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT4:
@@ -167,7 +193,7 @@ struct Weight {
 
   KvWeight call(const Ort::KernelContext& context, const Shape& shape) const {
     if (panels) {
-      KvWeight call = view(panels.get(), nullptr, panels.get());
+      KvWeight call = view([&](const Streamed&) { return panels.get(); });
       call.layout = KV_PANELS;
       return call;
     }
@@ -178,30 +204,42 @@ struct Weight {
     }
     require_groups(shape, scale.shape_in(context));
     if (has_offset()) require_groups(shape, offset.shape_in(context));
-    const void* const third = has_offset() ? offset.data(context) : nullptr;
-    return view(integers.data(context), scale.data(context), third);
+    return view([&](const Streamed& part) { return part.data(context); });
   }
 
  private:
-  // Returns this node's packed weight with its parts at these addresses.
-  KvWeight view(const void* data, const void* scales, const void* offsets) const {
+  // Returns this node's packed weight with each part at the address that at(part) returns.
+  template <class At>
+  KvWeight view(const At& at) const {
     KvWeight call{};
-    call.data = data, call.bits = bits(), call.group = group;
+    const int kind = without_flags(packed);
+    call.data = at(integers), call.bits = low_bits(), call.group = group;
     call.is_signed =
         integers.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT4 || integers.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
-    call.scale_type = packed == kExponents ? KV_EXPONENTS : kernel_type(scale), call.scale = scales;
+    call.scale_type = kind == kExponents ? KV_EXPONENTS : kernel_type(scale), call.scale = at(scale);
     if (has_table()) call.table = table.data();
-    if (packed == kWithZero) call.zero = offsets;
-    if (packed == kWithMinimum) call.minimum_type = kernel_type(offset), call.minimum = offsets;
+    if (kind == kWithZero) call.zero = at(offset);
+    if (kind == kWithMinimum) call.minimum_type = kernel_type(offset), call.minimum = at(offset);
+    if (packed & kSupers) call.super_scale = at(super_scale);
+    if (packed & kSupers && kind == kWithMinimum) call.super_minimum = at(super_minimum);
+    if (high_bits(packed)) {  // without a minimum the integers are signed
+      call.high = at(high), call.is_signed = kind != kWithMinimum;
+      call.bits += high_bits(packed);
+    }
     return call;
   }
   static int kernel_type(const Streamed& tensor) {
+    if (tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8) return KV_SUB_SCALES;
     return tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT ? KV_FLOAT32 : KV_FLOAT16;
   }
-  static void require_float(const Attributes& node, const Streamed& tensor) {
-    node.require(
-        tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT || tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
-        "input " + std::to_string(tensor.input) + " is a scale or a minimum, and neither float32 nor float16");
+  void require_scale(const Attributes& node, const Streamed& tensor) const {
+    const std::string name = "input " + std::to_string(tensor.input) + " is a scale or a minimum, and ";
+    if (packed & kSupers)
+      node.require(tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, name + "not int8, with a super-scale");
+    else
+      node.require(
+          tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT || tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
+          name + "neither float32 nor float16");
   }
   Shape declared_offset(const Ort::ConstKernelInfo& info) const {
     return has_offset() ? declared_shape(info, offset.input) : Shape{};

@@ -1,7 +1,7 @@
 // Sums of products of bytes on every instruction set, for the weights of a panel times a row. A lane of 32 bits adds
 // the products of four bytes.
 //
-//   Dots<kBits> dots(start)     start: the initial sums
+//   Dots<kBits> dots(start)     kBits: 4, 6 (also for 5) or 8; start: the initial sums
 //   dots.add(w, x)              adds the products of four inputs of W columns with the four bytes at x, in every lane
 //   dots.total()                the sums
 //
@@ -82,6 +82,17 @@ struct Dots<4> {
   vi total() const { return start + sums_of_pairs(sum); }
 };
 
+// Two products of unsigned 6-bit numbers fit into 16 bits, and four do not.
+template <>
+struct Dots<6> {
+  static constexpr bool kCentered = false;
+  vi sum{};
+  Dots() = default;
+  explicit Dots(vi start) : sum(start) {}
+  void add(vi u, const int8_t* x) { sum += sums_of_pairs(pairs_of(u, spread_bytes(x))); }
+  vi total() const { return sum; }
+};
+
 // The sum of two products of unsigned bytes would not fit into 16 bits. Two products of |u - center|, at most 128, do.
 template <>
 struct Dots<8> {
@@ -97,7 +108,7 @@ struct Dots<8> {
 
 template <int kBits>
 struct Dots {
-  static constexpr bool kCentered = kBits == 8;  // integers of 4 bits are the same number, signed or not
+  static constexpr bool kCentered = kBits == 8;  // integers of fewer bits are the same number, signed or not
   vi sum{};
   Dots() = default;
   explicit Dots(vi start) : sum(start) {}

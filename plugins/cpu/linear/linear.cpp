@@ -265,7 +265,7 @@ template <class T>
 RoundedRows round_rows(const Linear<T>& call, int block, KvRunner runner, Scratch<uint8_t>& memory) {
   const int64_t inputs = call.a.inputs;
   const auto takes = [&](const KvWeight& weight) {
-    return call.is_rounded(weight) && block_of_group(weight.group, inputs) == block;
+    return call.is_rounded(weight) && block_of(weight, inputs) == block;
   };
   bool any = takes(call.a.gate);
   for (int i = 0; i < call.a.count; ++i) any = any || takes(call.a.products[i].weight);

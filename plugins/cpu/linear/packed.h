@@ -32,8 +32,12 @@ static inline void read_integers(const void* data, int bits, int excess, int64_t
   if ((count - i) % 2) rest[2 * whole] = static_cast<float>((pairs[whole] & 15) ^ excess);
 }
 
-static inline const uint8_t* integers_of(const KvWeight& weight, int64_t inputs, int64_t column) {
-  return static_cast<const uint8_t*>(weight.data) + column * inputs * weight.bits / 8;
+// Returns integer number i of a weight of 5 or 6 bits.
+static inline int planes_at(const KvWeight& weight, int64_t i) {
+  const int bits = kv_high_bits(&weight), inputs = 32 / bits, at = static_cast<int>(i % inputs);
+  const int low = static_cast<const uint8_t*>(weight.data)[i / 2] >> (i % 2 ? 4 : 0) & 15;
+  const int high = static_cast<const uint8_t*>(weight.high)[i / inputs * 4 + at % 4] >> at / 4 * bits;
+  return low | (high & ((1 << bits) - 1)) << 4;
 }
 
 // Returns 2^(e - 128); 0 if that is below the smallest normal number.
@@ -44,7 +48,15 @@ static inline float power_of(uint8_t e) {
   return power;
 }
 
-static inline void widen_as(int type, const void* from, int64_t first, int count, float* to) {
+// super: the super-scales of a type KV_SUB_SCALES, each of `groups` numbers.
+static inline void widen_as(int type, const void* from, const void* super, int64_t groups, int64_t first, int count,
+                            float* to) {
+  if (type == KV_SUB_SCALES) {
+    for (int i = 0; i < count; ++i)
+      to[i] = static_cast<float>(static_cast<const int8_t*>(from)[first + i]) *
+              static_cast<float>(static_cast<const half*>(super)[(first + i) / groups]);
+    return;
+  }
   if (type == KV_EXPONENTS)
     for (int i = 0; i < count; ++i) to[i] = power_of(static_cast<const uint8_t*>(from)[first + i]);
   else if (type == KV_FLOAT16)
@@ -57,10 +69,11 @@ static inline void widen_as(int type, const void* from, int64_t first, int count
 // unsigned, has the value u scale + offset. offset: nullptr if it is not needed.
 static inline void read_groups(const KvWeight& weight, int64_t at, int count, float* scale, float* offset) {
   const int excess = excess_of(weight);
-  widen_as(weight.scale_type, weight.scale, at, count, scale);
+  const int64_t groups = KV_SUPER / weight.group;
+  widen_as(weight.scale_type, weight.scale, weight.super_scale, groups, at, count, scale);
   if (!offset) return;
   if (weight.minimum) {
-    widen_as(weight.minimum_type, weight.minimum, at, count, offset);
+    widen_as(weight.minimum_type, weight.minimum, weight.super_minimum, groups, at, count, offset);
     for (int i = 0; i < count; ++i) offset[i] -= static_cast<float>(excess) * scale[i];
   } else if (weight.zero) {
     read_integers(weight.zero, weight.bits, excess, at, count, offset);
@@ -80,12 +93,17 @@ static inline void dequantize(const KvWeight& weight, int64_t inputs, int64_t co
   const int64_t begin = first / group, groups = (first + count + group - 1) / group - begin;
   float *const scale = scratch.reserve(2 * groups), *const offset = scale + groups;
   read_groups(weight, column * (inputs / group) + begin, static_cast<int>(groups), scale, offset);
-  const uint8_t* const bytes = integers_of(weight, inputs, column) + first * weight.bits / 8;
+  const uint8_t* const bytes =
+      static_cast<const uint8_t*>(weight.data) + (column * inputs + first) * (weight.bits == 8 ? 8 : 4) / 8;
   const uint8_t turned = static_cast<uint8_t>(weight.bits == 4 ? excess_of(weight) * 0x11 : excess_of(weight));
   for (int i = 0; i < count;) {
     const int64_t g = (first + i) / group;
     const float s = scale[g - begin], o = offset[g - begin];
     const int end = static_cast<int>((g + 1) * group - first < count ? (g + 1) * group - first : count);
+    if (weight.high) {
+      for (; i < end; ++i) out[i] = static_cast<float>(planes_at(weight, column * inputs + first + i)) * s + o;
+      continue;
+    }
     if (weight.bits == 8) {
       for (; i < end; ++i) out[i] = static_cast<float>(bytes[i] ^ turned) * s + o;
       continue;

@@ -32,22 +32,27 @@ struct PanelFloats {
     const vf scale = groups.scales(group, slice);
     const vf offset = groups.kind == PanelGroups::kNone ? vf{} : groups.offsets(group, slice, scale);
     vi all;
-    memcpy(&all, integers + k / l.unit * kPanelLine + 4 * W * slice, sizeof all);
+    memcpy(&all, integers + l.line(k) + 4 * W * slice, sizeof all);
+    vi low = all & 0x0f0f0f0f, high = (all >> 4) & 0x0f0f0f0f;
     if (has_table) {
-      const vi low = table.of(all & 0x0f0f0f0f), high = table.of((all >> 4) & 0x0f0f0f0f);
+      low = table.of(low), high = table.of(high);
       for (int i = 0; i < 4; ++i) {
         v[i] = __builtin_convertvector(low << (24 - 8 * i) >> 24, vf) * scale;
         v[i + 4] = __builtin_convertvector(high << (24 - 8 * i) >> 24, vf) * scale;
       }
       return;
     }
-    for (int i = 0; i < 4; ++i, all >>= 8) {
-      if (bits == 8) {
-        v[i] = __builtin_convertvector((all & 255) - middle, vf) * scale + offset;
-      } else {
-        v[i] = __builtin_convertvector((all & 15) - middle, vf) * scale + offset;
-        v[i + 4] = __builtin_convertvector(((all >> 4) & 15) - middle, vf) * scale + offset;
-      }
+    if (bits == 8) low = all;
+    if (l.chunk) {
+      const int each = bits - 4, at = static_cast<int>(k % l.chunk) / 4 * each;
+      vi upper;
+      memcpy(&upper, integers + l.high_line(k) + 4 * W * slice, sizeof upper);
+      const int32_t mask = each == 1 ? 0x01010101 : 0x03030303;
+      low |= (upper >> at & mask) << 4, high |= (upper >> (at + each) & mask) << 4;
+    }
+    for (int i = 0; i < 4; ++i, low >>= 8, high >>= 8) {
+      v[i] = __builtin_convertvector((low & 255) - middle, vf) * scale + offset;
+      if (bits != 8) v[i + 4] = __builtin_convertvector((high & 255) - middle, vf) * scale + offset;
     }
   }
 };

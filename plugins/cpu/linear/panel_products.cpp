@@ -30,14 +30,26 @@ namespace KV_ISA {
 constexpr int64_t kPanelAhead = 6144;
 constexpr int kSecondCache = 2;
 
-// How the integers of a panel are read: as numbers of 4 or 8 bits, or as indices of a table of numbers.
-enum class Read { kFour, kEight, kTable };
-constexpr int bits_of(Read read) { return read == Read::kFour ? 4 : 8; }  // bits of the numbers that are multiplied
+// How the integers of a panel are read: as numbers of 4, 5, 6 or 8 bits, or as indices of a table of numbers.
+enum class Read { kFour, kFive, kSix, kEight, kTable };
+constexpr int high_bits_of(Read read) { return read == Read::kFive ? 1 : read == Read::kSix ? 2 : 0; }
+// The bits of the numbers that are multiplied.
+constexpr int bits_of(Read read) { return read == Read::kFour ? 4 : high_bits_of(read) ? 6 : 8; }
+constexpr int eighth_of_center(Read read) {
+  return read == Read::kFour ? 1 : high_bits_of(read) ? 1 << high_bits_of(read) : 16;
+}
 constexpr int unit_of(Read read) { return read == Read::kEight ? 4 : 8; }
 
 template <Read kRead>
 using DotsOf = Dots<bits_of(kRead)>;
 using NumbersOf = Table<!Dots<8>::kCentered>;
+
+// Returns, from the fifth bit of every byte on, the kHigh upper bits of the inputs 4 quad to 4 quad + 3.
+template <int kHigh>
+static KV_INLINE vi fifth_bits(vi upper, int quad) {
+  const int at = quad * kHigh;
+  return (at < 4 ? upper << (4 - at) : upper >> (at - 4)) & (kHigh == 1 ? 0x10101010 : 0x30303030);
+}
 
 // Adds the dot products of one block of kRows rows with W x kSlices columns to dots. integers: the panel's integers of
 // this block. kBlock: the inputs of the block if it is known at compile time to be kMostBlock, otherwise 0 and `size`
@@ -47,13 +59,21 @@ static KV_INLINE void dots_of_block(const uint8_t* integers, const int8_t* value
                                     const uint8_t* ahead, const NumbersOf& table,
                                     DotsOf<kRead> (&dots)[kRows][kBytes][kSlices]) {
   constexpr int kUnit = unit_of(kRead);
+  constexpr int kHigh = high_bits_of(kRead);
   const int block = kBlock ? kBlock : size;
+  vi upper[kSlices];
+  if (kHigh) {
+    memcpy(upper, integers, sizeof upper), integers += kPanelLine;
+    __builtin_prefetch(ahead + block / kUnit * kPanelLine, 0, kSecondCache);
+  }
+#pragma GCC unroll 4
   for (int k = 0; k < block; k += kUnit, integers += kPanelLine) {
     __builtin_prefetch(ahead + k / kUnit * kPanelLine, 0, kSecondCache);
     for (int s = 0; s < kSlices; ++s) {
       vi all;
       memcpy(&all, integers + 4 * W * s, sizeof all);
       vi low = all & 0x0f0f0f0f, high = (all >> 4) & 0x0f0f0f0f;
+      if (kHigh) low |= fifth_bits<kHigh>(upper[s], k / 4), high |= fifth_bits<kHigh>(upper[s], k / 4 + 1);
       if (kRead == Read::kTable) low = table.of(low), high = table.of(high);
       if (kRead == Read::kEight && DotsOf<kRead>::kCentered) all ^= static_cast<int32_t>(0x80808080);
       for (int i = 0; i < kRows; ++i)
@@ -87,6 +107,7 @@ template <Read kRead, int kRows, int kBlock, Pass kPass, int kFrom = 0, int kCou
 static KV_INLINE void add_block(const PanelBlock& b, const vf (&scale)[kSlices], const vf (&offset)[kSlices],
                                 vf (&y)[kRows][kSlices]) {
   constexpr int kBytes = kPass == Pass::kBoth ? 2 : 1, kFirst = kPass == Pass::kLow;
+  constexpr int kCenter = eighth_of_center(kRead);
   const int8_t* const values = b.values + kFirst * b.apart + kFrom * b.size;
   const int32_t* const starts = b.start + kFirst * kRows + kFrom;
   const auto add_slice = [&](int s, const auto& total_of) {
@@ -101,7 +122,7 @@ static KV_INLINE void add_block(const PanelBlock& b, const vf (&scale)[kSlices],
 #if defined(__ARM_FEATURE_DOTPROD)
   if constexpr (kBlock == kMostBlock) {
     using Rows = RowsOf<kCount, kBytes>;
-    using Integers = SliceIntegers<kRead == Read::kEight, kRead == Read::kTable, NumbersOf>;
+    using Integers = SliceIntegers<kRead == Read::kEight, kRead == Read::kTable, high_bits_of(kRead), NumbersOf>;
     const Rows rows(values, b.apart);
     for (int64_t at = 0; at < kBlock / unit_of(kRead) * kPanelLine; at += kPanelLine)
       __builtin_prefetch(b.ahead + at, 0, kSecondCache);
@@ -109,7 +130,7 @@ static KV_INLINE void add_block(const PanelBlock& b, const vf (&scale)[kSlices],
       int32x4_t sums[kCount][kBytes];
       for (int i = 0; i < kCount; ++i)
         for (int p = 0; p < kBytes; ++p)
-          sums[i][p] = DotsOf<kRead>::kCentered ? vdupq_n_s32(0) : vdupq_n_s32(starts[p * kRows + i]);
+          sums[i][p] = DotsOf<kRead>::kCentered ? vdupq_n_s32(0) : vdupq_n_s32(kCenter * starts[p * kRows + i]);
       rows.multiply(Integers{b.integers + 4 * W * s, b.table}, sums, Rows::kSteps);
       add_slice(s, [&](int i, int p) { return (vi)sums[i][p]; });
     }
@@ -121,7 +142,7 @@ static KV_INLINE void add_block(const PanelBlock& b, const vf (&scale)[kSlices],
   for (int i = 0; i < kCount; ++i)
     for (int p = 0; p < kBytes; ++p)
       for (int s = 0; s < kSlices; ++s) {
-        const vi start = splat_i(starts[p * kRows + i]);
+        const vi start = splat_i(kCenter * starts[p * kRows + i]);
         dots[i][p][s] = DotsOf<kRead>(DotsOf<kRead>::kCentered ? vi{} : start);
       }
   dots_of_block<kRead, kCount, kBlock, kBytes>(b.integers, values, b.apart, b.size, b.ahead, b.table, dots);
@@ -146,7 +167,7 @@ static void panel_tile(const KvWeight& weight, const PanelLayout& l, const uint8
                        float* out, int64_t stride) {
   const PanelGroups groups(weight, l, panel);
   const int block = kBlock ? kBlock : l.block;
-  const int64_t blocks = l.group / block, bytes = block / l.unit * kPanelLine;
+  const int64_t blocks = l.group / block, bytes = block * kPanelColumns * weight.bits / 8;
   const uint8_t* fine = x.fine;
   const int64_t numbers = l.integers / l.groups;  // bytes of the scales and offsets of a group
   PanelBlock b{panel + l.integers,
@@ -157,7 +178,7 @@ static void panel_tile(const KvWeight& weight, const PanelLayout& l, const uint8
                x.apart,
                x.step,
                x.sum,
-               bits_of(kRead) == 4 ? x.start4 : x.start8,
+               x.start,
                kRead == Read::kTable ? NumbersOf(weight.table) : NumbersOf()};
   vf y[kRows][kSlices] = {};
   for (int64_t g = 0; g < l.groups; ++g) {
@@ -194,9 +215,11 @@ static inline PanelTile tile_of_rows(int rows) {
 
 template <Read kRead>
 static inline PanelTile tile_for(int block, bool tall, int rows) {
-  if (tall)
-    return block == kMostBlock ? tile_of_rows<kRead, kMostBlock, true>(rows) : tile_of_rows<kRead, 0, true>(rows);
-  return block == kMostBlock ? tile_of_rows<kRead, kMostBlock, false>(rows) : tile_of_rows<kRead, 0, false>(rows);
+  constexpr int kHigh = high_bits_of(kRead), kBlock = kHigh ? 32 / kHigh : kMostBlock;
+  if (kHigh || block == kBlock)
+    return tall ? tile_of_rows<kRead, kBlock, true>(rows) : tile_of_rows<kRead, kBlock, false>(rows);
+  constexpr int kAny = kHigh ? kBlock : 0;  // integers of 5 and 6 bits have blocks of one size
+  return tall ? tile_of_rows<kRead, kAny, true>(rows) : tile_of_rows<kRead, kAny, false>(rows);
 }
 
 void panel_products(const KvWeight& weight, const PanelLayout& l, int64_t panel, const RoundedRows& x, int64_t first,
@@ -206,6 +229,8 @@ void panel_products(const KvWeight& weight, const PanelLayout& l, int64_t panel,
     const RoundedTile tile = x.tile(first + i);
     const auto tile_for_weight = weight.table       ? tile_for<Read::kTable>
                                  : weight.bits == 4 ? tile_for<Read::kFour>
+                                 : weight.bits == 5 ? tile_for<Read::kFive>
+                                 : weight.bits == 6 ? tile_for<Read::kSix>
                                                     : tile_for<Read::kEight>;
     const PanelTile products = tile_for_weight(x.block, x.tall, tile.rows);
     products(weight, l, at, tile, out + i * stride, stride);

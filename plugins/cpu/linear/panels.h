@@ -1,18 +1,21 @@
 // Panels: the layout in which the kernels of every instruction set read a packed weight [outputs, inputs].
 //
 //   panel p holds columns 16 p to 16 p + 15; columns past the last one are zeros
-//     16 scales of each group of inputs         float16, float32, or bytes of exponents
-//     16 offsets of each group                  zero - center as a byte; minima in float16 or float32; or nothing
+//     16 scales of each group of inputs         float16, float32, or bytes: exponents or sub-scales
+//     16 offsets of each group                  zero - center as a byte; minima in the scales' types; or nothing
+//     16 super-scales of each 256 inputs        float16, and then 16 of minima if there are any; only with sub-scales
 //     the integers                              64 bytes for each unit of inputs
 //       4 bits: the unit of inputs k to k + 7; byte 4 c + i holds input k + i of column c in its low half and input
 //               k + 4 + i in its high half
 //       8 bits: the unit of inputs k to k + 3; byte 4 c + i holds input k + i of column c
-//   each of the three begins at a multiple of 64 bytes
+//       5 and 6 bits: the low 4 bits as those of 4 bits. Before each 32 inputs of 5 bits, and 16 of 6 bits, 64 bytes
+//               hold their upper bits: of column c the four bytes of KvWeight.high from 4 c on
+//   each of the four begins at a multiple of 64 bytes
 //
 // With a table, integers are its indices, and u below is 128 + the number at an index; center is 128.
 //
-// Integers u and zero points are unsigned; signed ones have their highest bit flipped. center is 8 or 128. A value is
-// (u - center) scale + offset. offset is (center - zero) scale; or minimum of a signed weight and minimum + center
+// Integers u and zero points are unsigned; signed ones have their highest bit flipped. center is 2^(bits - 1). A value
+// is (u - center) scale + offset. offset is (center - zero) scale; or minimum of a signed weight and minimum + center
 // scale of an unsigned one; or 0. If the group is a whole row, inputs are padded to a multiple of 32 with integers
 // equal to `center`.
 #pragma once
@@ -30,10 +33,19 @@ struct PanelLayout {
   int64_t group;     // inputs that share a scale
   int64_t groups;    // groups of a column
   int64_t offsets;   // bytes from the begin of a panel to its offsets
+  int64_t supers;    // bytes from the begin of a panel to its super-scales
   int64_t integers;  // bytes from the begin of a panel to its integers
   int64_t panel;     // bytes of a panel
   int unit;          // inputs of a unit: 8 or 4
   int block;         // inputs of a row that are rounded with one scale: 32, 16 or 8; a group is whole blocks
+  int chunk;         // inputs whose upper bits are together: 32, 16, or 0 if integers have no others
+
+  // Returns the bytes from the first integers to the upper bits of input k.
+  int64_t high_line(int64_t k) const { return k / chunk * (kPanelLine + chunk / unit * kPanelLine); }
+  // Returns the bytes from the first integers to the unit of input k.
+  int64_t line(int64_t k) const {
+    return chunk ? high_line(k) + kPanelLine + k % chunk / unit * kPanelLine : k / unit * kPanelLine;
+  }
 };
 
 static inline int64_t whole_lines(int64_t bytes) { return (bytes + kPanelLine - 1) / kPanelLine * kPanelLine; }
@@ -45,9 +57,10 @@ static inline bool has_zeros(const KvWeight& weight) {
   return weight.zero || (!weight.is_signed && !weight.minimum && !weight.table);
 }
 
-// Returns the number of inputs of a row that are rounded with one scale, for groups of `group` of the `inputs`; 0 if
-// such a weight has no panels.
-static inline int block_of_group(int64_t group, int64_t inputs) {
+// Returns the number of inputs of a row that are rounded with one scale; 0 if such a weight has no panels.
+static inline int block_of(const KvWeight& weight, int64_t inputs) {
+  const int64_t group = weight.group;
+  if (const int high = kv_high_bits(&weight)) return inputs % kMostBlock || group % (32 / high) ? 0 : 32 / high;
   if (group == inputs) return kMostBlock;
   for (int block = kMostBlock; block >= 8; block /= 2)
     if (group % block == 0) return block;
@@ -56,14 +69,17 @@ static inline int block_of_group(int64_t group, int64_t inputs) {
 
 static inline PanelLayout layout_of(const KvWeight& weight, int64_t inputs) {
   PanelLayout l{};
-  l.block = block_of_group(weight.group, inputs), l.unit = weight.bits == 4 ? 8 : 4;
+  l.block = block_of(weight, inputs), l.unit = weight.bits == 8 ? 4 : 8;
+  l.chunk = kv_high_bits(&weight) ? 32 / kv_high_bits(&weight) : 0;
   const bool is_row = weight.group == inputs;
   l.inputs = is_row ? (inputs + kMostBlock - 1) / kMostBlock * kMostBlock : inputs;
   l.group = is_row ? l.inputs : weight.group, l.groups = l.inputs / l.group;
   const int64_t offset = has_zeros(weight) ? 1 : weight.minimum ? kv_scale_bytes(weight.minimum_type) : 0;
   l.offsets = whole_lines(l.groups * kPanelColumns * kv_scale_bytes(weight.scale_type));
-  l.integers = l.offsets + whole_lines(l.groups * kPanelColumns * offset);
-  l.panel = l.integers + l.inputs / l.unit * kPanelLine;
+  l.supers = l.offsets + whole_lines(l.groups * kPanelColumns * offset);
+  const int64_t supers = weight.scale_type == KV_SUB_SCALES ? inputs / KV_SUPER * (weight.minimum ? 2 : 1) : 0;
+  l.integers = l.supers + whole_lines(supers * kPanelColumns * 2);
+  l.panel = l.integers + l.inputs * kPanelColumns * weight.bits / 8;
   return l;
 }
 

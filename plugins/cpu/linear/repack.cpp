@@ -26,42 +26,46 @@ int integer_at(const void* data, int bits, int64_t i) {
 
 // Returns the bits that are flipped in signed integers, for the bytes of a unit.
 uint32_t turned_by(const KvWeight& weight) {
-  return !weight.is_signed ? 0 : weight.bits == 4 ? 0x88888888u : 0x80808080u;
+  return !weight.is_signed || weight.high ? 0 : weight.bits == 4 ? 0x88888888u : 0x80808080u;
 }
+
+// Returns the bits of an integer that are in `data`.
+int low_bits(const KvWeight& weight) { return weight.bits == 8 ? 8 : 4; }
 
 // Returns the unit of a column's inputs from `k` on as four bytes of its line; inputs past the last one are `center`.
 uint32_t unit_at(const KvWeight& weight, int64_t inputs, int64_t column, int64_t k) {
-  const int unit = weight.bits == 4 ? 8 : 4, center = kv::center_of(weight);
+  const int bits = low_bits(weight), unit = 32 / bits, center = kv::center_of(weight);
   const int64_t first = column * inputs + k;
   const uint32_t turned = turned_by(weight);
   uint32_t all = 0;
-  if (k + unit <= inputs && first * weight.bits % 8 == 0) {
-    memcpy(&all, static_cast<const uint8_t*>(weight.data) + first * weight.bits / 8, sizeof all);
+  if (k + unit <= inputs && first * bits % 8 == 0) {
+    memcpy(&all, static_cast<const uint8_t*>(weight.data) + first * bits / 8, sizeof all);
   } else {
     for (int i = 0; i < unit; ++i) {
-      const int absent = weight.table ? 0 : center ^ static_cast<int>(turned & (weight.bits == 4 ? 15 : 255));
-      const int one = k + i < inputs ? integer_at(weight.data, weight.bits, first + i) : absent;
-      all |= static_cast<uint32_t>(one) << i * weight.bits;
+      const int absent = weight.table ? 0 : center ^ static_cast<int>(turned & (bits == 4 ? 15 : 255));
+      const int one = k + i < inputs ? integer_at(weight.data, bits, first + i) : absent;
+      all |= static_cast<uint32_t>(one) << i * bits;
     }
   }
   all ^= turned;
-  return weight.bits == 4 ? interleaved(all) : all;
+  return bits == 4 ? interleaved(all) : all;
 }
 
 // Repacks 16 lines of 16 columns from `first` on at once, so that 64 bytes of each column are read together.
-void repack_lines(const KvWeight& weight, int64_t inputs, int64_t first, int64_t k, uint8_t* to) {
+void repack_lines(const KvWeight& weight, int64_t inputs, const PanelLayout& l, int64_t first, int64_t k,
+                  uint8_t* integers) {
   constexpr int kLines = kPanelColumns;  // four bytes of each: 64 bytes of a column
   const uint32_t turned = turned_by(weight);
+  const int bits = low_bits(weight);
   uint32_t units[kPanelColumns][kLines];
   for (int c = 0; c < kPanelColumns; ++c)
-    memcpy(units[c], static_cast<const uint8_t*>(weight.data) + ((first + c) * inputs + k) * weight.bits / 8,
-           sizeof units[c]);
-  for (int i = 0; i < kLines; ++i, to += kPanelLine) {
+    memcpy(units[c], static_cast<const uint8_t*>(weight.data) + ((first + c) * inputs + k) * bits / 8, sizeof units[c]);
+  for (int i = 0; i < kLines; ++i) {
     uint32_t line[kPanelColumns];
     for (int c = 0; c < kPanelColumns; ++c) line[c] = units[c][i] ^ turned;
-    if (weight.bits == 4)
+    if (bits == 4)
       for (int c = 0; c < kPanelColumns; ++c) line[c] = interleaved(line[c]);
-    memcpy(to, line, sizeof line);
+    memcpy(integers + l.line(k + i * l.unit), line, sizeof line);
   }
 }
 
@@ -81,6 +85,21 @@ void repack_zeros(const KvWeight& weight, const PanelLayout& l, int64_t first, i
     }
 }
 
+// Repacks the upper bits of integers of 5 or 6 bits: four bytes of each column for each chunk of inputs.
+void repack_high(const KvWeight& weight, int64_t inputs, const PanelLayout& l, int64_t first, int columns,
+                 uint8_t* integers) {
+  for (int64_t k = 0; k < inputs; k += l.chunk)
+    for (int c = 0; c < columns; ++c)
+      memcpy(integers + l.high_line(k) + 4 * c,
+             static_cast<const uint8_t*>(weight.high) + ((first + c) * inputs + k) / l.chunk * 4, 4);
+}
+
+void repack_supers(const void* from, int64_t blocks, int64_t step, int64_t first, int columns, uint8_t* to) {
+  for (int64_t b = 0; b < blocks; ++b)
+    for (int c = 0; c < columns; ++c)
+      memcpy(to + b * step + 2 * c, static_cast<const uint8_t*>(from) + ((first + c) * blocks + b) * 2, 2);
+}
+
 void repack_panel(const KvWeight& weight, int64_t inputs, const PanelLayout& l, int64_t first, int columns,
                   uint8_t* to) {
   memset(to, 0, static_cast<size_t>(l.integers));
@@ -89,17 +108,21 @@ void repack_panel(const KvWeight& weight, int64_t inputs, const PanelLayout& l, 
     repack_zeros(weight, l, first, columns, to + l.offsets);
   else if (weight.minimum)
     repack_numbers(weight.minimum, kv_scale_bytes(weight.minimum_type), l, first, columns, to + l.offsets);
-  uint8_t* line = to + l.integers;
-  if (columns < kPanelColumns) memset(line, 0, static_cast<size_t>(l.panel - l.integers));
+  const int64_t blocks = inputs / KV_SUPER, step = (weight.super_minimum ? 2 : 1) * 2 * kPanelColumns;
+  if (weight.super_scale) repack_supers(weight.super_scale, blocks, step, first, columns, to + l.supers);
+  if (weight.super_minimum)
+    repack_supers(weight.super_minimum, blocks, step, first, columns, to + l.supers + 2 * kPanelColumns);
+  uint8_t* const integers = to + l.integers;
+  if (columns < kPanelColumns) memset(integers, 0, static_cast<size_t>(l.panel - l.integers));
+  if (l.chunk) repack_high(weight, inputs, l, first, columns, integers);
   const int64_t many = kPanelColumns * l.unit;
   int64_t k = 0;
-  for (; columns == kPanelColumns && inputs * weight.bits % 8 == 0 && k + many <= inputs;
-       k += many, line += kPanelColumns * kPanelLine)
-    repack_lines(weight, inputs, first, k, line);
-  for (; k < l.inputs; k += l.unit, line += kPanelLine)
+  for (; columns == kPanelColumns && inputs * weight.bits % 8 == 0 && k + many <= inputs; k += many)
+    repack_lines(weight, inputs, l, first, k, integers);
+  for (; k < l.inputs; k += l.unit)
     for (int c = 0; c < columns; ++c) {
       const uint32_t all = unit_at(weight, inputs, first + c, k);
-      memcpy(line + 4 * c, &all, sizeof all);
+      memcpy(integers + l.line(k) + 4 * c, &all, sizeof all);
     }
 }
 
@@ -109,8 +132,9 @@ extern "C" {
 
 const char* kv_cpu_why_no_panels(const KvWeight* weight, int64_t inputs) {
   if (!weight->bits) return "the weight is not packed";
-  if (kv::block_of_group(weight->group, inputs)) return nullptr;
-  return "its group is neither a multiple of 8 inputs nor a whole row";
+  if (kv::block_of(*weight, inputs)) return nullptr;
+  return "its group is neither a multiple of 8 inputs nor a whole row, or no multiple of 32 inputs of 5 bits or 16 of "
+         "6";
 }
 
 size_t kv_cpu_panels_bytes(const KvWeight* weight, int64_t outputs, int64_t inputs) {

@@ -3,8 +3,8 @@
 //
 //   step  = max |x| of the block / 32512
 //   v     = round(x / step) = 256 high + low, in two bytes; low is at least -127, so that its sign can change
-//   start = -center x the sum of high, and likewise of low. Products with the unsigned integers u of a weight start
-//           with it, so that they become products with u - center
+//   start = -8 x the sum of high, and likewise of low. Products with the unsigned integers u of a weight start with
+//           center / 8 times this number, so that they become products with u - center
 //   sum   = step x the sum of v
 //
 // The step of a block with a number that is not finite is NaN. A block without a number of kLeastRounded or more is
@@ -47,10 +47,10 @@ constexpr float kLeastRounded = 1e-33f;  // 32512 / kLeastRounded is a finite fl
 // One tile of rounded rows.
 struct RoundedTile {
   const int8_t* values;
-  int64_t apart;                   // bytes from the high bytes of a block to its low ones
-  const float *step, *sum;         // [blocks, rows]
-  const int32_t *start4, *start8;  // [blocks, kParts, rows], for weights of 4 and of 8 bits
-  const uint8_t* fine;             // [blocks], in a tall tile: a bit for each group of rows that has low bytes
+  int64_t apart;            // bytes from the high bytes of a block to its low ones
+  const float *step, *sum;  // [blocks, rows]
+  const int32_t* start;     // [blocks, kParts, rows]
+  const uint8_t* fine;      // [blocks], in a tall tile: a bit for each group of rows that has low bytes
   int rows;
 };
 
@@ -60,14 +60,14 @@ struct RoundedRows {
   int64_t rows = 0, blocks = 0;
   int8_t* values = nullptr;
   float *step = nullptr, *sum = nullptr;
-  int32_t *start4 = nullptr, *start8 = nullptr;
+  int32_t* start = nullptr;
   uint8_t* fine = nullptr;  // [tiles, blocks]
 
   // Returns the bytes of memory that the rows need: a multiple of 4 for every row, so that other rounded rows may
   // follow in the same memory.
   static size_t bytes(int block, int64_t rows, int64_t inputs) {
     const int64_t blocks = (inputs + block - 1) / block;
-    return static_cast<size_t>(rows * blocks * (block * kParts + 28));
+    return static_cast<size_t>(rows * blocks * (block * kParts + 20));
   }
   RoundedRows() = default;
   RoundedRows(int block, int64_t rows, int64_t inputs, uint8_t* memory)
@@ -78,9 +78,8 @@ struct RoundedRows {
         blocks((inputs + block - 1) / block) {
     const int64_t count = rows * blocks;
     step = reinterpret_cast<float*>(memory), sum = step + count;
-    start4 = reinterpret_cast<int32_t*>(sum + count);
-    start8 = start4 + count * kParts;
-    values = reinterpret_cast<int8_t*>(start8 + count * kParts);
+    start = reinterpret_cast<int32_t*>(sum + count);
+    values = reinterpret_cast<int8_t*>(start + count * kParts);
     fine = reinterpret_cast<uint8_t*>(values + count * block * kParts);
   }
 
@@ -93,8 +92,7 @@ struct RoundedRows {
             count * blocks * block,
             step + at,
             sum + at,
-            start4 + at * kParts,
-            start8 + at * kParts,
+            start + at * kParts,
             fine + first / tile_rows * blocks,
             count};
   }
@@ -176,8 +174,7 @@ struct RoundedRows {
     const float size = most < kLeastRounded ? 0.0f : most < infinite ? most / kMostRounded : __builtin_nanf("");
     const int high = sum_of(highs), low = sum_of(lows);
     step[at + i] = size, sum[at + i] = size * static_cast<float>(256 * high + low);
-    start4[kParts * at + i] = -8 * high, start4[kParts * at + count + i] = -8 * low;
-    start8[kParts * at + i] = -128 * high, start8[kParts * at + count + i] = -128 * low;
+    start[kParts * at + i] = -8 * high, start[kParts * at + count + i] = -8 * low;
     return both;
   }
 };

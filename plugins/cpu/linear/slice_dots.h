@@ -17,18 +17,25 @@ namespace KV_ISA {
 
 constexpr int kQuads = kMostBlock / 4;  // groups of four inputs of a block
 
-// How the integers of a slice are read: `kFour` and `kTable` as the halves of bytes, `kEight` as bytes.
-template <bool kIsEight, bool kIsTable, class Numbers>
+// How the integers of a slice are read: as bytes, or as the halves of bytes with kHigh upper bits, which are indices of
+// a table or numbers.
+template <bool kIsEight, bool kIsTable, int kHigh, class Numbers>
 struct SliceIntegers {
-  const uint8_t* integers;  // of the slice, in the first unit of the block
+  const uint8_t* integers;  // of the slice, in the first line of the block
   const Numbers& table;
 
   // Returns inputs 4 q to 4 q + 3 of the four columns.
   template <size_t q>
   int8x16_t quad() const {
-    const uint8x16_t all = vld1q_u8(integers + static_cast<int64_t>(kIsEight ? q : q / 2) * kPanelLine);
+    const uint8x16_t all = vld1q_u8(integers + static_cast<int64_t>(kIsEight ? q : q / 2 + (kHigh > 0)) * kPanelLine);
     if constexpr (kIsEight) return vreinterpretq_s8_u8(veorq_u8(all, vdupq_n_u8(128)));
-    const uint8x16_t half = q % 2 ? vshrq_n_u8(all, 4) : vandq_u8(all, vdupq_n_u8(15));
+    uint8x16_t half = q % 2 ? vshrq_n_u8(all, 4) : vandq_u8(all, vdupq_n_u8(15));
+    if constexpr (kHigh > 0) {
+      constexpr int at = q * kHigh;
+      const uint8x16_t upper = vld1q_u8(integers);
+      const uint8x16_t moved = at < 4 ? vshlq_n_u8(upper, at < 4 ? 4 - at : 0) : vshrq_n_u8(upper, at > 4 ? at - 4 : 1);
+      half = vorrq_u8(half, vandq_u8(at == 4 ? upper : moved, vdupq_n_u8(kHigh == 1 ? 0x10 : 0x30)));
+    }
     if constexpr (kIsTable) return (int8x16_t)table.of((vi)half);
     return vreinterpretq_s8_u8(half);
   }

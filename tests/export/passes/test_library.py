@@ -69,7 +69,7 @@ class Stored:
         if "zero" in self.stored:
             zero = {"zero": unpack(self.stored["zero"], self.packing.tensors(n, k)["zero"])}
         rows = {"weight": self.stored["weight"].reshape(n, -1)}
-        rows |= {x: self.stored[x].reshape(n, -1) for x in ("scale", "exponent", "minimum") if x in self.stored}
+        rows |= {x: self.stored[x].reshape(n, -1) for x in self.stored if x not in ("weight", "zero", "table")}
         for part in (slice(0, half), slice(half, n)):
             yield {name: x[part] for name, x in (rows | zero).items()}
 

@@ -11,11 +11,12 @@ import onnxruntime
 import pytest
 
 from kvexport.errors import UsageError
-from kvexport.export.passes.packed import packed_of, put_packed
+from kvexport.export.passes.packed import TYPES, packed_of, put_packed
 from kvexport.export.weights.computed import component_name
-from kvexport.ops.packed import PackedFormat, PackedTensor, dequantize, pack
+from kvexport.ops.packed import E2M1, IQ4, PackedFormat, PackedTensor, dequantize
+from tests.support.packed_weights import random_parts
 
-N, K = 6, 128
+N, K = 6, 256
 FORMATS = [
     PackedFormat(bits, signed, group, offset, scale, ordered)
     for bits, signed, group, offset, scale, ordered in [
@@ -27,29 +28,23 @@ FORMATS = [
         (8, True, 32, "none", "float32", True),
         (8, True, 16, "minimum", "float16", False),
         (8, False, 64, "zero", "float16", False),
+        (4, False, 32, "minimum", "int8", False),
+        (5, True, 32, "none", "float16", False),
+        (5, False, 32, "minimum", "int8", False),
+        (6, True, 16, "none", "int8", False),
     ]
 ]
-
-
-def random_parts(packing: PackedFormat, n: int, k: int) -> dict[str, Any]:
-    rng, low = np.random.default_rng(0), packing.lowest
-    parts: dict[str, Any] = {}
-    for name, part in packing.tensors(n, k).items():
-        if name in ("weight", "zero"):
-            parts[name] = pack(rng.integers(low, low + (1 << packing.bits), part.shape), packing.bits)
-            if not packing.signed:
-                parts[name] = parts[name].view(np.uint8)
-        elif name == "order":
-            parts[name] = rng.permutation(k)
-        else:
-            parts[name] = rng.standard_normal(part.shape).astype(part.dtype)
-    return parts
+FORMATS += [
+    PackedFormat(4, False, 32, table=IQ4),
+    PackedFormat(4, False, 32, scale_dtype="int8", table=IQ4),
+    PackedFormat(4, False, 32, scale_dtype="uint8", table=E2M1),
+]
 
 
 def graph(dtype: int, embedding: bool) -> ir.Model:
     """Return a graph with two products of one input with w and v, and optionally the rows of w for given ids."""
     text = """<ir_version: 11, opset_import: ["": 23]>
-      g (TYPE[B,T,128] x, int64[B,T] ids, TYPE[6,128] w, TYPE[6,128] v) => (y, z{}) {{
+      g (TYPE[B,T,256] x, int64[B,T] ids, TYPE[6,256] w, TYPE[6,256] v) => (y, z{}) {{
         wt = Transpose<perm = [1, 0]>(w)
         y = MatMul(x, wt)
         vt = Transpose<perm = [1, 0]>(v)
@@ -92,11 +87,12 @@ def run(model: ir.Model, parts: dict[str, Any], names: dict[str, str], feed: dic
 @pytest.mark.parametrize("packing", FORMATS, ids=str)
 def test_onnx_runtime_dequantizes_as_numpy_does(packing: PackedFormat, dtype: str) -> None:
     model = graph(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), embedding=not packing.ordered)
-    parts = random_parts(packing, N, K)
+    parts = random_parts(np.random.default_rng(0), packing, N, K)
     stored = {component_name(w, part): x for w in ("w", "v") for part, x in parts.items()}
     names = put_packed(model, {"w": packing, "v": packing, "absent": packing}, lambda a, b: True)
     gathers = [node for node in model.graph if node.op_type == "Gather"]
-    assert len(gathers) == (1 if packing.ordered else 2 + (packing.offset != "none"))  # both products share one order
+    looked_up = 2 if packing.table else 0  # once in each dense weight
+    assert len(gathers) == (1 if packing.ordered else len(parts) + looked_up)  # both products share one order
     rng = np.random.default_rng(1)
     feed = {"x": rng.standard_normal((2, 3, K)).astype(dtype), "ids": rng.integers(0, N, (2, 3))}
     y, z, *rows = run(model, stored, names, feed)
@@ -118,12 +114,10 @@ def test_inserted_nodes_are_recognised(packing: PackedFormat) -> None:
         transposes = {node.inputs[0]: node for node in model.graph if node.op_type == "Transpose"}
         recognised = [packed for value in transposes if (packed := packed_of(value))]
         assert len(recognised) == 1
-        assert recognised[0].group == packing.group
-        assert [x is not None for x in (recognised[0].zero, recognised[0].minimum)] == [
-            packing.offset == "zero",
-            packing.offset == "minimum",
-        ]
-        assert recognised[0].weight.dtype is not None and recognised[0].weight.dtype.name == packing.dtype.upper()
+        stored = {name: part for name, part in packing.tensors(N, K).items() if name != "order"}
+        assert recognised[0].packing == packing
+        assert [part.name for part in recognised[0].parts] == [component_name("w", name) for name in stored]
+        assert [str(part.dtype) for part in recognised[0].parts] == [str(TYPES[x.dtype]) for x in stored.values()]
 
 
 def test_an_order_is_refused_where_no_product_reads_the_weight() -> None:

@@ -1,9 +1,9 @@
 """Readers of weights in 4-bit floats: NVFP4, MXFP4, and bitsandbytes' NF4 and FP4.
 
 E2M1 has the numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, two in a byte, the first input in the low half.
-Twice each number is an integer, so these weights become packed weights with half the scale. Each number takes 8 bits;
-in experts it takes 4 bits and is an index of a table of sixteen numbers. A scale is an 8-bit float for 16 inputs times
-one float for the tensor (NVFP4; compressed-tensors stores its reciprocal), or a power of two for 32 (MXFP4).
+Twice each number is an integer, so these weights become packed weights with half the scale, whose numbers are indices
+of a table of sixteen integers. A scale is an 8-bit float for 16 inputs times one float for the tensor (NVFP4;
+compressed-tensors stores its reciprocal), or a power of two for 32 (MXFP4).
 bitsandbytes' sixteen numbers are a table of floats, and its blocks of 64 run over the flattened matrix, the first
 number of two in the high half: these weights are cast. Sources: compressed-tensors' NVFP4PackedCompressor, ModelOpt's
 NVFP4QTensor, bitsandbytes' QuantState and dequantize_4bit; OCP Microscaling Formats 1.0.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +26,6 @@ from kvexport.export.model.quantized.reading import (
     Read,
     Tensors,
     float8_values,
-    halves,
     refused,
     require,
     require_scales,
@@ -40,7 +39,6 @@ from kvexport.tensor_files.casting import BLOCK_BYTES, read_at, read_blocks, row
 from kvexport.tensor_files.entry import TensorEntry
 
 _FP8 = "F8_E4M3"
-_DOUBLED = np.array(E2M1, np.int8)
 
 
 @dataclass(frozen=True)
@@ -58,11 +56,6 @@ class Float4:
     packing: PackedFormat
 
     @property
-    def packed_by_table(self) -> PackedFormat:
-        """The packed format of 4-bit indices into a table of sixteen numbers, which keeps the weight exactly."""
-        return replace(self.packing, bits=4, signed=False, table=E2M1)
-
-    @property
     def name(self) -> str:
         return self.weight.name
 
@@ -78,8 +71,7 @@ class Float4:
         for rows in row_blocks(n, k // 2, BLOCK_BYTES):
             with self.weight.file.open("rb") as stream:
                 stored = np.frombuffer(read_at(self.weight, stream, rows), np.uint8).reshape(len(rows), -1)
-            numbers = stored if self.packing.table else _DOUBLED[halves(stored)].view(np.uint8)
-            yield {"weight": numbers, "scale": scale[rows.start : rows.stop]}
+            yield {"weight": stored, "scale": scale[rows.start : rows.stop]}
 
     def _scales(self) -> NDArray[np.float32]:
         """Return the scales [outputs, groups] of the weight."""
@@ -110,7 +102,7 @@ def float4(name: str, entry: TensorEntry, tensors: Tensors, prefix: str, total: 
         raise wrong(entry, "U8, a matrix")
     n, k = entry.shape[0], 2 * entry.shape[1]
     group = 32 if scale.dtype in ("U8", "F8_E8M0") else 16
-    packing = PackedFormat(8, True, group, "none", "float32")
+    packing = PackedFormat(4, False, group, "none", "float32", table=E2M1)
     if fault := packing.fault(k):
         raise UsageError(f"tensor {entry.name!r} in {entry.file} cannot be read: {fault}", "")
     require_shape(scale, (_FP8,) if group == 16 else ("U8", "F8_E8M0"), (n, k // group))

@@ -120,12 +120,12 @@ static KV_INLINE void add_block(const PanelBlock& b, const vf (&scale)[kSlices],
     }
   };
 #if defined(__ARM_FEATURE_DOTPROD)
-  if constexpr (kBlock == kMostBlock) {
-    using Rows = RowsOf<kCount, kBytes>;
+  if constexpr (kBlock > 0) {
+    using Rows = RowsOf<kCount, kBytes, kBlock>;
     using Integers = SliceIntegers<kRead == Read::kEight, kRead == Read::kTable, high_bits_of(kRead), NumbersOf>;
     const Rows rows(values, b.apart);
-    for (int64_t at = 0; at < kBlock / unit_of(kRead) * kPanelLine; at += kPanelLine)
-      __builtin_prefetch(b.ahead + at, 0, kSecondCache);
+    constexpr int kLines = kBlock / unit_of(kRead) + (high_bits_of(kRead) > 0);
+    for (int64_t at = 0; at < kLines * kPanelLine; at += kPanelLine) __builtin_prefetch(b.ahead + at, 0, kSecondCache);
     for (int s = 0; s < kSlices; ++s) {
       int32x4_t sums[kCount][kBytes];
       for (int i = 0; i < kCount; ++i)

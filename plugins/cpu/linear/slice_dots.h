@@ -1,6 +1,6 @@
-// Dot products of a block of 32 rounded inputs with one slice of a panel, by Arm's instructions: a slice has 4 of the
-// 16 columns. The bytes of the rows are read once for all slices and stay in registers, and the sums of a slice leave
-// room for them. 32 registers hold
+// Dot products of a block of 32 or 16 rounded inputs with one slice of a panel, by Arm's instructions: a slice has 4 of
+// the 16 columns. The bytes of the rows are read once for all slices and stay in registers, and the sums of a slice
+// leave room for them. 32 registers hold
 //
 //   dotprod   4 tall rows: 16 sums of floats, 8 with the rows' bytes, 4 sums of integers
 //             2 few rows:   8                 8                       4
@@ -14,8 +14,6 @@
 
 namespace kv {
 namespace KV_ISA {
-
-constexpr int kQuads = kMostBlock / 4;  // groups of four inputs of a block
 
 // How the integers of a slice are read: as bytes, or as the halves of bytes with kHigh upper bits, which are indices of
 // a table or numbers.
@@ -45,8 +43,9 @@ struct SliceIntegers {
 
 // The bytes of kRows rows of a block, in pairs of rows: eight inputs of both. If the number of rows is odd, the last
 // row is there twice.
-template <int kRows, int kBytes>
+template <int kRows, int kBytes, int kBlock>
 struct BlockOfPairs {
+  static constexpr int kQuads = kBlock / 4;  // groups of four inputs of a block
   static constexpr int kPairs = (kRows + 1) / 2;
   int8x16_t x[kPairs][kBytes][kQuads / 2];
 
@@ -54,8 +53,8 @@ struct BlockOfPairs {
     for (int i = 0; i < kPairs; ++i)
       for (int p = 0; p < kBytes; ++p)
         for (int k = 0; k < kQuads / 2; ++k) {
-          const int8_t* const first = values + p * apart + 2 * i * kMostBlock + 8 * k;
-          x[i][p][k] = vcombine_s8(vld1_s8(first), vld1_s8(2 * i + 1 < kRows ? first + kMostBlock : first));
+          const int8_t* const first = values + p * apart + 2 * i * kBlock + 8 * k;
+          x[i][p][k] = vcombine_s8(vld1_s8(first), vld1_s8(2 * i + 1 < kRows ? first + kBlock : first));
         }
   }
 
@@ -86,14 +85,15 @@ struct BlockOfPairs {
 #endif
 
 // The bytes of kRows rows of a block.
-template <int kRows, int kBytes>
+template <int kRows, int kBytes, int kBlock>
 struct BlockOfRows {
+  static constexpr int kQuads = kBlock / 4;  // groups of four inputs of a block
   int8x16_t x[kRows][kBytes][kQuads / 4];
 
   BlockOfRows(const int8_t* values, int64_t apart) {
     for (int i = 0; i < kRows; ++i)
       for (int p = 0; p < kBytes; ++p)
-        for (int k = 0; k < kQuads / 4; ++k) x[i][p][k] = vld1q_s8(values + p * apart + i * kMostBlock + 16 * k);
+        for (int k = 0; k < kQuads / 4; ++k) x[i][p][k] = vld1q_s8(values + p * apart + i * kBlock + 16 * k);
   }
 
   // Adds the dot products with a slice to sums.
@@ -110,11 +110,11 @@ struct BlockOfRows {
 };
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-template <int kRows, int kBytes>
-using RowsOf = std::conditional_t<(kRows > 1), BlockOfPairs<kRows, kBytes>, BlockOfRows<kRows, kBytes>>;
+template <int kRows, int kBytes, int kBlock>
+using RowsOf = std::conditional_t<(kRows > 1), BlockOfPairs<kRows, kBytes, kBlock>, BlockOfRows<kRows, kBytes, kBlock>>;
 #else
-template <int kRows, int kBytes>
-using RowsOf = BlockOfRows<kRows, kBytes>;
+template <int kRows, int kBytes, int kBlock>
+using RowsOf = BlockOfRows<kRows, kBytes, kBlock>;
 #endif
 
 }  // namespace KV_ISA

@@ -28,7 +28,6 @@ import numpy as np
 from benchmarks.common import options_of, read_bandwidth, save
 from kvexport.backends.onnxruntime.operators import instruction_set, library
 from kvexport.ops.experts import ExpertsForm
-from kvexport.ops.linear import PACKED
 from kvexport.ops.packed import E2M1
 
 GROUP = 32
@@ -88,7 +87,7 @@ def layer(i: int, shape: Shape, side: str, rng: np.random.Generator) -> tuple[An
     down = weight(f"{i}.down", (shape.experts, shape.hidden, shape.inner), side, rng)
     names = [*(x.name for x in first), *(x.name for x in down)]
     if side != PEER:
-        kind = PACKED.index(("exponent", "table") if side == "mxfp4" else ("scale",))
+        kind = 5 if side == "mxfp4" else 1  # `PackedFormat.kind`
         form = ExpertsForm(**{**vars(shape.form), "packed": (kind, kind), "group": (GROUP, GROUP)})
         inputs = ["x", f"{i}.indices", f"{i}.weights", *names]
         return helper.make_node("Experts", inputs, [f"{i}.y"], domain="kvexport", **form.attributes), [*first, *down]

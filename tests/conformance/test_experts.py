@@ -16,10 +16,13 @@ import torch
 from onnx import TensorProto, helper
 
 from kvexport.backends.onnxruntime.operators import library
+from kvexport.export.model.ggml_blocks import LAYOUTS
 from kvexport.ops.experts import WEIGHTS, ExpertsForm, experts, experts_function
-from kvexport.ops.linear import PACKED
+from kvexport.ops.linear import parts_after
+from kvexport.ops.packed import PackedFormat, dequantize
 from kvexport.schema.operators import EXPERTS_ACTIVATIONS, EXPERTS_ATTRIBUTES
 from tests.conformance import oracle_experts as oracle
+from tests.support.packed_weights import random_parts
 
 TYPES = {
     "int4": TensorProto.INT4, "uint4": TensorProto.UINT4, "int8": TensorProto.INT8, "uint8": TensorProto.UINT8,
@@ -34,7 +37,7 @@ FORMS = [
     ExpertsForm("silu", limit=0.5),
     ExpertsForm("silu", slope=1.702, limit=0.7, up_offset=1.0, bias=1),
 ]
-# (type of the integers, key of PACKED for the inputs after a weight, type of the scales, group of first, group of down)
+# (type of the integers, `PackedFormat.kind`, type of the scales, group of first, group of down)
 PACKINGS = [
     ("int4", 1, "float16", 32, 32),
     ("uint4", 2, "float16", 32, 16),
@@ -85,16 +88,16 @@ def packed(form: ExpertsForm, tensors: Arrays, packing: Any) -> tuple[ExpertsFor
         parts: dict[str, Any] = {"scale": (rng.random(of_groups) * 0.02).astype(scale_type)}
         kinds = {"scale": scale_type, "exponent": scale_type, "table": "int8"}
         numbers = {"": shape}
-        if PACKED[offset][-1] == "table":
+        if parts_after(offset)[-1] == "table":
             parts["table"] = rng.integers(-128, 128, 16).astype(np.int8)
             parts["exponent"] = np.where(rng.random(of_groups) < 0.1, 1, rng.integers(112, 120, of_groups)).astype(
                 np.uint8
             )
-        if PACKED[offset][0] == "exponent":
+        if parts_after(offset)[0] == "exponent":
             parts["scale"] = 2.0 ** (parts["exponent"].astype(np.float64) - 128)
-        if PACKED[offset][-1] == "zero":
+        if parts_after(offset)[-1] == "zero":
             numbers["zero"] = of_groups
-        if PACKED[offset][-1] == "minimum":
+        if parts_after(offset)[-1] == "minimum":
             parts["minimum"], kinds["minimum"] = (rng.standard_normal(of_groups) * 0.1).astype(scale_type), scale_type
         whole = {}
         for name, dims in numbers.items():
@@ -107,7 +110,7 @@ def packed(form: ExpertsForm, tensors: Arrays, packing: Any) -> tuple[ExpertsFor
             whole.get("zero"),
             parts.get("minimum"),
         )
-        for name in ("", *PACKED[offset]):
+        for name in ("", *parts_after(offset)):
             dims = (16,) if name == "table" else of_groups if name else shape
             title = f"{weight}_{name}" if name else weight
             stored.append(
@@ -194,10 +197,31 @@ def test_packed_experts_are_the_oracles(packing: Any, form: ExpertsForm, runs: s
         model = model_of(taken, tensors, weights, "float32")
         actual = run(model, tensors, "float32", native=runs.startswith("native"))
         # Rows whose numbers are all above 0 lose digits in the sums with minima.
-        allowed = 3e-4 if runs == "native" else 1e-4 if "minimum" in PACKED[packing[1]] else 5e-6
+        allowed = 3e-4 if runs == "native" else 1e-4 if "minimum" in parts_after(packing[1]) else 5e-6
         first, down = (next((block for block in (32, 16, 8) if group % block == 0), 0) for group in packing[3:])
         rounding = (first, down) if runs == "native" and first and down else None  # without panels nothing is rounded
         assert difference(actual, taken, tensors, rounding) < allowed, (tokens, count, top_k)
+
+
+@pytest.mark.parametrize("packing", [layout.packing for layout in LAYOUTS.values()], ids=LAYOUTS)
+@pytest.mark.parametrize("runs", ["native", "native, float input", "function"])
+def test_experts_in_the_types_of_gguf_files_are_the_oracles(packing: PackedFormat, runs: str) -> None:
+    form, rng, values, stored = FORMS[6], np.random.default_rng(1), draw(FORMS[6], 61, 4, 2, hidden=512, inner=256), []
+    for weight in WEIGHTS:
+        *matrices, inputs = values[weight].shape
+        rows = int(np.prod(matrices))
+        parts = random_parts(rng, packing, rows, inputs, 0.1)
+        values[weight] = dequantize(packing, rows, inputs, parts).reshape(*matrices, inputs).astype(np.float64)
+        for name, tensor in packing.tensors(rows, inputs).items():
+            dims = tensor.shape if name == "table" else (*matrices, tensor.shape[-1])
+            title, data = weight if name == "weight" else f"{weight}_{name}", parts[name].tobytes()
+            stored.append(TensorProto(name=title, data_type=TYPES[tensor.dtype], dims=dims, raw_data=data))
+    form = replace(form, packed=(packing.kind,) * 2, group=(packing.group,) * 2)
+    form, tensors = replace(form, float_input=int(runs == "native, float input")), in_type(values, "float32")
+    actual = run(model_of(form, tensors, stored, "float32"), tensors, "float32", native=runs.startswith("native"))
+    block = 16 if packing.group == 16 else 32
+    rounding = (block, block) if runs == "native" else None
+    assert difference(actual, form, tensors, rounding) < (3e-4 if runs == "native" else 1e-4)
 
 
 @pytest.mark.parametrize("packing", PACKINGS[:2], ids=str)

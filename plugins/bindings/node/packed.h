@@ -13,6 +13,8 @@ namespace kv {
 // of minima, and kHigh times 1 or 2 the upper bits of integers of 5 or 6 bits, last.
 enum Packed { kNotPacked, kScaled, kWithZero, kWithMinimum, kWithTable, kExponents, kSupers = 8, kHigh = 16 };
 
+constexpr size_t kMostInputs = 6;  // of a weight: itself, scale, minimum, a super-scale of each, and upper bits
+
 inline int without_flags(int packed) { return packed & 7; }
 inline int high_bits(int packed) { return packed / kHigh; }
 inline bool has_table(int packed) { return without_flags(packed) == kWithTable || without_flags(packed) == kExponents; }

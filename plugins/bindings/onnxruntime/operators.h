@@ -75,8 +75,8 @@ struct LinearOp : Operator<LinearOp<TKernel>, TKernel> {
 
   static bool takes(const CacheType& x) { return x.type == x.query_type; }
   const char* GetName() const { return "Linear"; }
-  // Input and norm; a weight with scale, offset and bias for each product; cosine and sine.
-  size_t GetInputTypeCount() const { return 4 + 4 * KV_MAX_PRODUCTS; }
+  // Input and norm; a weight with its parts and a bias for each product; cosine and sine.
+  size_t GetInputTypeCount() const { return 4 + (kMostInputs + 1) * KV_MAX_PRODUCTS; }
   // An input that may be a packed weight may have any type; the kernel checks it by the node's attributes.
   ONNXTensorElementDataType GetInputType(size_t i) const {
     return i == 0 ? cache.element : ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
@@ -99,7 +99,7 @@ struct AdaptedLinearOp : Operator<AdaptedLinearOp<TKernel>, TKernel> {
   static bool takes(const CacheType& x) { return x.type == x.query_type; }
   const char* GetName() const { return "AdaptedLinear"; }
   // Those of Linear, adapter_rows, and two for each product.
-  size_t GetInputTypeCount() const { return 5 + 6 * KV_MAX_PRODUCTS; }
+  size_t GetInputTypeCount() const { return 5 + (kMostInputs + 3) * KV_MAX_PRODUCTS; }
   ONNXTensorElementDataType GetInputType(size_t i) const {
     return i == 0 ? cache.element : ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
   }
@@ -120,8 +120,8 @@ struct ExpertsOp : Operator<ExpertsOp<TKernel>, TKernel> {
 
   static bool takes(const CacheType& x) { return x.type == x.query_type; }
   const char* GetName() const { return "Experts"; }
-  // Input, indices and weights; two weights with scale, offset and bias.
-  size_t GetInputTypeCount() const { return 3 + 2 * 4; }
+  // Input, indices and weights; two weights with their parts and biases.
+  size_t GetInputTypeCount() const { return 3 + 2 * (kMostInputs + 1); }
   // The kernel checks the types of weights by the node's attributes.
   ONNXTensorElementDataType GetInputType(size_t i) const {
     return i == 0   ? cache.element

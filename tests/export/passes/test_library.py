@@ -26,7 +26,7 @@ from kvexport.export.passes.library import inlined, put_products
 from kvexport.export.weights.computed import ComputedSpec, component_blocks
 from kvexport.export.weights.nbits import NBits, nbits_specs
 from kvexport.ops.experts import ExpertsForm
-from kvexport.ops.linear import PACKED, Form
+from kvexport.ops.linear import Form
 from kvexport.ops.packed import E2M1, PackedFormat, unpack
 from kvexport.recipe.fields import Recipe
 from tests.conformance import oracle_experts
@@ -136,8 +136,7 @@ def test_every_packed_weight_is_multiplied_with_its_values(packing: PackedFormat
     rng, n, k = np.random.default_rng(0), 38, packing.group * 3
     stored, values = stored_weight(rng, packing, n, k)
     weights, taken = initializers_of("weight0", stored)
-    kind = PACKED.index(("scale", *[taken.offset] * (taken.offset != "none")))
-    form = Form(packed=(kind,), group=(taken.group,))
+    form = Form(packed=(taken.kind,), group=(taken.group,))
     model = rewritten(form, dtype, {"input": ["B", "T", k]}, weights)
     assert not list(problems(model))
     ops = [node.op_type for node in model.graph.node]
@@ -167,7 +166,7 @@ def test_products_take_every_step(steps: Form, dtype: str, floats: int) -> None:
             continue
         tensors, taken = initializers_of(name, stored)
         weights += tensors
-        packed.append(PACKED.index(("scale", *[taken.offset] * (taken.offset != "none"))))
+        packed.append(taken.kind)
         group.append(taken.group)
     form = replace(steps, packed=tuple(packed), group=tuple(group)) if any(packed) else steps
     for batch, tokens in [(1, 1), (2, 3)]:
@@ -201,7 +200,7 @@ def test_experts_pick_the_packed_weights_of_one(packing: PackedFormat | None, fo
         for tensor in tensors:
             tensor.dims[:] = [count, n, *tensor.dims[1:]]
         weights, values[name] = [*weights, *tensors], dense.reshape(count, n, k)
-        packed.append(PACKED.index(("scale", *[taken.offset] * (taken.offset != "none"))))
+        packed.append(taken.kind)
         group.append(taken.group)
     form = replace(form, packed=tuple(packed), group=tuple(group))
     feed = {"input": rng.standard_normal((9, hidden)).astype(dtype)}

@@ -19,11 +19,12 @@ For ONNX Runtime's CUDA provider, which has no kernels of operators on bits, it 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx.parser
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
 from kvexport.export.passes.nodes import is_op, permutes
@@ -171,7 +172,7 @@ class _Putter:
 
     def constant(self, numbers: Sequence[int] | Sequence[list[int]], dtype: type = np.int64) -> ir.Value:
         """Return an initializer with these integers; equal arrays share one initializer."""
-        array = np.array(numbers, dtype)
+        array: NDArray[Any] = np.array(numbers, dtype)
         name = f"kvexport.{array.dtype.name}.{'x'.join(map(str, array.shape))}.{'_'.join(map(str, array.ravel()))}"
         if name not in self.graph.initializers:
             tensor = ir.tensor(array, name=name)
@@ -195,7 +196,7 @@ class _Putter:
         values = dict(zip(function.inputs, parts, strict=True))
         for node in function:
             inputs = [values[value] for value in node.inputs if value is not None]
-            values[node.outputs[0]] = self.node(node.op_type, inputs, **node.attributes)
+            values[node.outputs[0]] = self.node(node.op_type, inputs, **{str(k): x for k, x in node.attributes.items()})
         value = values[function.outputs[0]]
         _typed(value, ir.DataType.FLOAT, self.shape)
         value = self.cast(value, ir.DataType.FLOAT, self.dtype)

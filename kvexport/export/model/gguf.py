@@ -60,7 +60,7 @@ class Gguf:
 
 
 def read_gguf(file: Path) -> Gguf:
-    """The header of a GGUF file, or of all parts of a model in several files, given any of them."""
+    """Read the header of a GGUF file, or of all parts of a model in several files, given any of them."""
     one = _read_file(file)
     count = one.metadata.get("split.count", 1)
     if count == 1:

@@ -196,7 +196,9 @@ class _Putter:
         values = dict(zip(function.inputs, parts, strict=True))
         for node in function:
             inputs = [values[value] for value in node.inputs if value is not None]
-            values[node.outputs[0]] = self.node(node.op_type, inputs, **{str(k): x for k, x in node.attributes.items()})
+            values[node.outputs[0]] = self.node(
+                node.op_type, inputs, "", **{str(k): x for k, x in node.attributes.items()}
+            )
         value = values[function.outputs[0]]
         _typed(value, ir.DataType.FLOAT, self.shape)
         value = self.cast(value, ir.DataType.FLOAT, self.dtype)

@@ -1,8 +1,8 @@
 """Registry of the backends: the libraries (ONNX Runtime, TensorRT) that run an exported model's ONNX graphs.
 
-Each folder in this package is a backend; new ones are found by a scan. A folder has `section.py`, whose `Section`
-defines the keys that the backend adds to a recipe's `backend:`, and `backend.py`, whose `BACKEND` is a
-`kvexport.backends.base.Backend`. All other code uses this registry.
+Every folder of this package is a backend and is found by a scan. The folder's `section.py` has a class `Section` with
+the keys that the backend adds to a recipe's `backend:`. Its `backend.py` has an object `BACKEND`, a
+`kvexport.backends.base.Backend`. Code outside a backend's folder reaches the backend only by this registry.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The LoRA adapters of a loaded model: their matrices as inputs of the decoder, and the rows of each adapter.
+"""LoRA adapters that requests choose at run time: their matrices as inputs of the decoder's ONNX graph.
 
-A decoder with adapters takes, for each projection, the matrices A of all adapters one below the other, `first` [rows,
-inputs], and their matrices B, transposed and multiplied with the adapter's factor, `second` [rows, outputs]. Its input
-`adapter_rows` [B, 1, rows] selects the rows of each lane's adapter.
+For each adapted projection the decoder takes two matrices. `first` [rows, inputs] is the LoRA matrices A of all
+adapters, one below the other. `second` [rows, outputs] is their transposed matrices B, multiplied with each adapter's
+LoRA scale. The decoder's input `adapter_rows` [B, 1, rows] has a 1 at the rows of the adapter that each batch lane
+uses, and a 0 elsewhere.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ ROWS = "adapter_rows"
 
 
 def first_input(module: str) -> str:
-    """Return the name of the decoder's input with the matrices A [rows, inputs] of a projection's adapters."""
+    """Return the name of the decoder input with the LoRA matrices A of a projection, [rows of all adapters, inputs]."""
     return f"adapters.{module}.first"
 
 
 def second_input(module: str) -> str:
-    """Return the name of the decoder's input with the matrices B, transposed [rows, outputs], of a projection."""
+    """Return the name of the decoder input with the transposed LoRA matrices B of a projection, [rows, outputs]."""
     return f"adapters.{module}.second"
 
 
@@ -47,15 +48,15 @@ def largest_bytes(recipe: Recipe, targets: Mapping[str, tuple[int, int]]) -> int
 @dataclass(frozen=True)
 class Adapter:
     name: str  # name that requests use
-    digest: str  # SHA-256 of its files. Snapshots and prefixes of its sequences contain this digest.
-    rows: range  # its rows in the matrices of all adapters
+    digest: str  # SHA-256 of the adapter's files. Snapshots of sequences that the adapter computed contain it.
+    rows: range  # rows that the adapter has in the matrices of all adapters
 
 
 @dataclass(frozen=True)
 class Adapters:
     by_name: Mapping[str, Adapter] = field(default_factory=dict)
-    # Matrices of all adapters by the name of the decoder's input. The first row is 0 and belongs to no adapter: calls
-    # without adapters read only this row.
+    # The LoRA matrices of all adapters, by the name of the decoder's input. Row 0 contains zeros and belongs to no
+    # adapter: decoder calls in which no lane uses an adapter read only this row.
     tensors: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     @property
@@ -72,7 +73,7 @@ class Adapters:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the decoder's inputs for adapters; their first dimension is the batch, or the rows."""
+        """The shapes of the decoder inputs for LoRA adapters. Dimension 0 is the batch, or the rows of all adapters."""
         if not self.tensors:
             return {}
         return {ROWS: (1, 1, self.rows), **{name: array.shape for name, array in self.tensors.items()}}
@@ -84,7 +85,7 @@ class Adapters:
         return {ROWS: rows, **{name: array[:1] for name, array in self.tensors.items()}}
 
     def get(self, name: str | None) -> Adapter | None:
-        """Return an adapter by its name; None if the name is None, for the model without an adapter."""
+        """Return the LoRA adapter with a name; None if the name is None, for the model without an adapter."""
         if name is None:
             return None
         if name not in self.by_name:
@@ -96,7 +97,7 @@ class Adapters:
         return self.by_name[name]
 
     def of_digest(self, digest: str | None) -> Adapter | None:
-        """Return the adapter with a digest; None if there is none."""
+        """Return the LoRA adapter whose files have the SHA-256 `digest`; None if no loaded adapter has it."""
         return next((adapter for adapter in self.by_name.values() if adapter.digest == digest), None)
 
 
@@ -128,7 +129,7 @@ def load_adapters(manifest: Manifest, folders: Mapping[str, str | Path]) -> Adap
 
 
 def _short(model: str) -> str:
-    """Return the last part of a model's hub id or path, in lower case, without the suffix of a GGUF file."""
+    """Return the last part of a model's hub id or path in lower case, without the suffix ".gguf"."""
     return model.rstrip("/").rpartition("/")[2].lower().removesuffix(".gguf")
 
 

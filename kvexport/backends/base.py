@@ -1,7 +1,6 @@
-"""The interface between the engine and a backend, which runs an artifact's ONNX graphs.
+"""The interface between kvexport's engine and a backend: the library that runs an artifact's ONNX graphs.
 
-Importing this module needs only the standard library, so that `kvexport doctor` can use it on a machine where packages
-are missing.
+This module imports only the standard library, so that `kvexport doctor` works on a machine that lacks packages.
 """
 
 from __future__ import annotations
@@ -24,26 +23,27 @@ if TYPE_CHECKING:
     from kvexport.report.sections import Section
     from kvexport.terminal import Progress
 
-# A function that opens the bytes of an ONNX model of one node with a number of threads; the result has `run` and
-# `get_inputs`.
+# A function that opens an ONNX model of one node, given as bytes, with a number of threads. The opened model has the
+# methods `run` and `get_inputs` of an ONNX Runtime session.
 NodeOpener = Callable[[bytes, int], Any]
-# A function that adds a backend's files to a staged artifact and returns the manifest with these files.
+# A function that adds the files of a backend, such as TensorRT engines, to an artifact that is being built. It returns
+# the manifest with these files.
 Preparation = Callable[["Path", "Manifest", Callable[[str, "int | None"], "Progress"]], "Manifest"]
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Run-time settings that override an artifact's recipe while its model is loaded; None keeps the recipe's setting.
+    """Settings that replace those of an artifact's recipe while its model is loaded; None keeps the recipe's setting.
 
-    A backend ignores settings that it does not have.
+    A backend ignores settings that do not apply to it.
 
     Attributes:
-        threads: The number of threads.
+        threads: The number of CPU threads.
         device: The device to run on.
-        cuda_graph: Whether calls are replayed as CUDA graphs.
-        float_input: Whether packed weights are multiplied with unrounded inputs, even if the ONNX graph allows
-            rounding.
-        adapters: The LoRA adapters, for a decoder that was built for adapters.
+        cuda_graph: Whether decode steps and merges are replayed as CUDA graphs.
+        float_input: Whether packed (quantized) weights are multiplied with unrounded inputs, even if the ONNX graph
+            allows kernels to round the inputs.
+        adapters: The LoRA adapters, for a decoder that was built to take adapters.
     """
 
     threads: int | None = None
@@ -60,9 +60,9 @@ class Diagnosis:
     Attributes:
         rows: The rows of the report, as text.
         data: The same content as JSON values.
-        broken: Packages that are installed but unusable, with the reason.
-        provided: Packages whose module is provided by another package.
-        lacks: Other missing requirements, without which nothing runs.
+        broken: Packages that are installed but cannot be used, each with the reason.
+        provided: Packages whose Python module another package provides.
+        lacks: Missing requirements, other than packages, without which the backend runs nothing.
     """
 
     rows: Mapping[str, str] = field(default_factory=dict)
@@ -87,17 +87,17 @@ class Description:
 
 @dataclass(frozen=True)
 class Runners:
-    """Runners of an exported model's ONNX graphs, with which `kvexport validate` compares them with PyTorch.
+    """Objects that run an exported model's ONNX graphs, so that `kvexport validate` can compare them with PyTorch.
 
-    Past and present have separate buffers. Each runner is a context manager with `infer(feed) -> outputs`, like those
-    of polygraphy.
+    Past and present state have separate buffers. Each runner is a context manager with `infer(feed) -> outputs`, as the
+    runners of the package polygraphy are.
 
     Attributes:
-        decode: The decoder for calls of one token of each lane.
-        prefill: The decoder for calls of several tokens.
-        merge: The merge graph, or None if no layer merges.
-        open_decoder: A function that opens an ONNX Runtime session of another decoder, from the bytes of its ONNX
-            graph, over the same weights. None if the backend does not run ONNX graphs.
+        decode: Runs the decoder for calls with one token of each batch lane.
+        prefill: Runs the decoder for calls with several tokens of each batch lane.
+        merge: Runs the merge graph, which compresses KV caches. None if no layer merges.
+        open_decoder: A function that takes the bytes of another decoder's ONNX graph and opens an ONNX Runtime session
+            of it over the same weights. None if the backend does not run ONNX graphs.
     """
 
     decode: Any
@@ -109,16 +109,16 @@ class Runners:
 class Backend(ABC):
     """Base class of a backend: a library that runs an exported model's ONNX graphs.
 
-    kvexport uses backends only through this class. A folder's `backend.py` has one subclass.
+    kvexport uses backends only through this class. Each backend's folder has one subclass, in `backend.py`.
 
     Attributes:
-        name: The name, which is that of the folder.
-        packages: The packages that it needs.
-        devices: The devices that a caller can choose from; (None,) without a choice.
-        prepared: The files that `preparation` may add to an artifact; empty if the ONNX graphs are enough.
-        verified: The files whose digests `load` compares itself, when it reads them.
+        name: The backend's name, which is also the name of its folder.
+        packages: The Python packages that the backend needs.
+        devices: The devices that a caller can choose from; (None,) if there is no choice.
+        prepared: The files that the backend's `preparation` may add to an artifact; empty if it adds none.
+        verified: The files whose SHA-256 the backend checks itself when `load` reads them.
         runs_adapters: Whether the backend runs decoders that take LoRA adapters.
-        runs_images: Whether the backend runs image encoders, and decoders that take rows of images.
+        runs_images: Whether the backend runs image encoders, and decoders that take embeddings of images.
     """
 
     name: ClassVar[str]
@@ -131,7 +131,7 @@ class Backend(ABC):
 
     @abstractmethod
     def problems(self, recipe: Recipe) -> list[tuple[str, str]]:
-        """Return why this machine cannot run the artifact of `recipe`, as (reason, fix) pairs; empty if it can."""
+        """Return why this machine cannot run a recipe's artifact, as (reason, fix) pairs; empty if it can."""
 
     @abstractmethod
     def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> LoadedModel:
@@ -139,26 +139,26 @@ class Backend(ABC):
 
         Args:
             path: The folder of the artifact.
-            manifest: Its manifest.
-            options: Settings that replace those of the recipe.
+            manifest: The artifact's manifest.
+            options: Settings that replace those of the artifact's recipe.
 
         Raises:
             EnvironmentProblem: If this machine lacks something that the backend needs.
-            ArtifactError: If the artifact lacks files that `preparation` adds.
+            ArtifactError: If the artifact lacks files that the backend's `preparation` adds, such as TensorRT engines.
             UsageError: If an option has an impossible value.
         """
 
     @abstractmethod
     def runners(self, model: Any, manifest: Manifest) -> Runners:
-        """Return runners of a loaded model's ONNX graphs, which `kvexport validate` compares with PyTorch.
+        """Return objects that run a loaded model's ONNX graphs, for `kvexport validate` to compare with PyTorch.
 
         Args:
-            model: The result of `load`.
+            model: The model that `load` returned.
             manifest: The manifest of the artifact.
         """
 
     def device(self, recipe: Recipe) -> str | None:
-        """Return the device that the recipe chooses, such as "cuda"; None if the backend offers no choice."""
+        """Return the device that a recipe chooses, such as "cuda"; None if the backend has no choice of devices."""
         return None
 
     def needs_gpu(self, recipe: Recipe) -> bool:
@@ -166,9 +166,10 @@ class Backend(ABC):
         return self.device(recipe) == "cuda"
 
     def preparation(self, recipe: Recipe) -> Preparation | None:
-        """Return the function that a build calls after it wrote the ONNX graphs, or None; TensorRT's builds engines.
+        """Return a function that a build calls after it wrote the ONNX graphs, or None if the backend needs none.
 
-        A build calls this method before all other work, so that missing packages are reported at once.
+        TensorRT's function builds the engines. A build calls this method before all other work, so that missing
+        packages are reported at once.
 
         Raises:
             EnvironmentProblem: If this machine lacks something that the preparation needs.
@@ -176,33 +177,33 @@ class Backend(ABC):
         return None
 
     def advice(self, recipe: Recipe, cache: CachePlan, weight_bytes: int) -> Mapping[str, str]:
-        """Return the notes of `kvexport plan` about the machines that will run a recipe, by subject.
+        """Return notes about the machines that will run a recipe, by subject, for the report of `kvexport plan`.
 
         Args:
             recipe: The recipe.
-            cache: The caches of the model.
+            cache: The cache plan of the model: budget, capacity and bytes of every layer's KV cache.
             weight_bytes: Bytes of the weights, packed or in the recipe's dtype.
         """
         return {}
 
     def operator_problem(self, recipe: Recipe, operator: str) -> tuple[str, str] | None:
-        """Return why the backend cannot run an operator, and the setting that avoids it; None if it can.
+        """Return why the backend cannot run an operator of kvexport, and the setting that avoids it; or None.
 
         Args:
             recipe: The recipe.
-            operator: Experts or LinearAttention, which are outside the cache.
+            operator: Experts or LinearAttention, the operators that do not use the KV cache.
         """
         return None
 
     def library_products(self, recipe: Recipe) -> bool:
-        """Return whether products are operators of ONNX Runtime, and packed weights in their layout.
+        """Return whether matrix products become ONNX Runtime's own operators, with its layout of packed weights.
 
-        ONNX Runtime's CUDA provider runs them; it has no kernels of kvexport's operators outside the cache.
+        This holds for ONNX Runtime's CUDA provider, because kvexport has no CUDA kernel of its operator Linear there.
         """
         return False
 
     def positive_scales(self, recipe: Recipe) -> bool:
-        """Return whether the scales of weights that a build rounds must be above 0."""
+        """Return whether weights that a build rounds to 4 or 8 bits must have scales above 0."""
         return False
 
     def packing_problem(
@@ -214,37 +215,37 @@ class Backend(ABC):
 
         Args:
             recipe: The recipe.
-            dtype: The type of the numbers, such as int4 or uint6.
-            group: The number of inputs that share a scale.
-            has_offset: Whether the scales are accompanied by zero points or minima.
-            has_table: Whether the numbers are indices into a table.
+            dtype: The type of the weight's numbers, such as int4 or uint6.
+            group: The number of consecutive inputs that share a scale.
+            has_offset: Whether each scale has a zero point or a minimum.
+            has_table: Whether the numbers are indices into a table of values.
             picked: Whether single rows of the weight are read, as from an embedding.
         """
         return None
 
     def node_opener(self, operators: Sequence[str], method: Method) -> NodeOpener | None:
-        """Return a function that opens models of single nodes with this machine's native kernels.
+        """Return a function that opens ONNX models of one node with the native kernels of this machine.
 
         Args:
             operators: The names of kvexport's operators that must have a native kernel.
-            method: The compression method.
+            method: The compression method of the KV cache.
 
         Returns:
-            The function, or None if the backend has no native kernel of one of the operators here.
+            The function; None if the backend lacks a native kernel of one of the operators on this machine.
         """
         return None
 
     def operators(self, manifest: Manifest, device: str | None) -> dict[str, str]:
-        """Return for each custom operator of the artifact's graphs how this machine runs it, in words.
+        """Return how this machine runs each of kvexport's operators in an artifact's ONNX graphs, in words by operator.
 
         Args:
             manifest: The manifest of the artifact.
-            device: The device, if it is not the recipe's.
+            device: The device; None for that of the artifact's recipe.
         """
         return {op: how for op, how in manifest.operators.items() if how}
 
     def diagnose(self) -> Diagnosis:
-        """Return the state of the backend's installation on this machine for `kvexport doctor`; never raises."""
+        """Return the state of the backend's installation on this machine, for `kvexport doctor`; never raise."""
         return Diagnosis()
 
     def describe(self, path: Path, manifest: Manifest) -> Description:

@@ -1,4 +1,7 @@
-"""The limits of MergeCache's CUDA kernels, which depend on the kind of GPU, known without one."""
+"""The limits of the CUDA kernels of MergeCache (the operator that compresses KV caches), by kind of GPU.
+
+No GPU is needed to know these limits: they follow from the shared memory of a thread block.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +24,28 @@ SHARED = {
     (12, 0): 99 << 10,
     (12, 1): 99 << 10,
 }
-RESERVED = 16  # bytes of a block's shared memory that every kernel uses (plugins/cuda/core/launch.h)
-# Bytes of the selection of evicted slots, in all and per slot (plugins/cuda/merge/select.h); and bytes of the merge of
-# rows, in all and per evicted slot (plugins/cuda/merge/sets.h).
+RESERVED = 16  # bytes of a thread block's shared memory that every kernel uses (plugins/cuda/core/launch.h)
+# Shared memory in bytes: of the selection of evicted slots, fixed and for each slot (plugins/cuda/merge/select.h), and
+# of the merge of rows, fixed and for each evicted slot (plugins/cuda/merge/sets.h).
 SELECTION, PER_SLOT = 2064, 5
 MERGED, PER_EVICTED = 536, 8
 
 
 def most_slots(shared: int) -> int:
-    """Return the largest number of slots of a head that MergeCache's kernels support with `shared` bytes of memory."""
+    """Return the most slots of a KV head that MergeCache's CUDA kernels support, by bytes of shared memory."""
     return (shared - RESERVED - SELECTION) // PER_SLOT
 
 
 def most_evicted(shared: int) -> int:
-    """Return the largest number of slots over the budget that MergeCache's kernels support with `shared` bytes."""
+    """Return the most slots that MergeCache's CUDA kernels can evict from a KV head, by bytes of shared memory."""
     return (shared - RESERVED - MERGED) // PER_EVICTED
 
 
 def merge_problem(cache: CachePlan, method: Method, capability: tuple[int, int] | None = None) -> str:
-    """Return why GPUs of a compute capability cannot run MergeCache's CUDA kernels for some caches."""
+    """Return why MergeCache's CUDA kernels cannot merge some KV caches of a cache plan; "" if they can.
+
+    Without a compute capability, the answer is for the first kinds of GPU, by falling shared memory, that cannot.
+    """
     policy = method.policy()
     if policy is None:
         return ""
@@ -54,7 +60,7 @@ def merge_problem(cache: CachePlan, method: Method, capability: tuple[int, int] 
 
 
 def _lacking(cache: CachePlan, shared: int, *, merges: bool) -> str:
-    """Return which cache is too large for kernels with `shared` bytes of shared memory; "" if none is."""
+    """Return which KV cache is too large for MergeCache's CUDA kernels, by bytes of shared memory; "" if none is."""
     for i, layer in enumerate(cache.caches):
         slots = max(layer.capacity)
         evicted = max(own - budget for own, budget in zip(layer.capacity, layer.budget, strict=True))

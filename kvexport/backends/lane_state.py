@@ -1,8 +1,8 @@
-"""Helpers that read, write and cut the saved state of one batch lane (one sequence's KV cache) in host memory.
+"""Helpers that read, write and cut the saved state (KV cache) of one batch lane in host memory.
 
-In a saved lane, a tensor of slots has of each KV head only the first slots: as many as the fullest head of the layer
-occupies, or all of a head that has fewer (`LayerCache.first_slots`). Rings of reference queries are cut to the queries
-that will still be read.
+A saved tensor with a dimension of slots keeps only the first slots of each KV head: as many as the fullest KV head of
+the layer occupies, or all slots of a head with a smaller capacity (`LayerCache.first_slots`). Ring buffers of reference
+queries (recent queries that some compression methods keep) are cut to the queries that later merges still read.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from kvexport.schema.state import RING
 
 
 def is_captured(first: int, last: int) -> bool:
-    """Return whether the merge of lanes first <= lane < last should have a CUDA graph of its own.
+    """Return whether the merge of batch lanes first <= lane < last should have its own CUDA graph.
 
-    Single lanes have one, because lanes that start at different times merge one by one. Ranges from lane 0 have one,
-    because a batch that starts together merges together. Other ranges rarely repeat, and there are many of them.
+    A single lane has one, because lanes that start at different times are merged one by one. A range from lane 0 has
+    one, because a batch that starts together is merged together. Other ranges have none: they are many and rarely
+    repeat.
     """
     return first == 0 or last - first == 1
 
 
 class SlotPlace(NamedTuple):
-    """The dimension of a lane's state tensor that counts slots, None if there is none, and the tensor's cache."""
+    """Where a lane's state tensor counts KV-cache slots: the dimension, None if it has none, and the layer's cache."""
 
     axis: int | None
     cache: LayerCache | None
@@ -43,7 +44,7 @@ def slot_places(plan: CachePlan) -> dict[str, SlotPlace]:
 
 
 def used_slots(votes: NDArray[np.float32], capacity: Sequence[int]) -> int:
-    """Return the number of slots in use of the fullest KV head: those up to its last slot with votes."""
+    """Return one plus the highest slot with votes above 0 in any KV head: the number of slots that the lane uses."""
     if len({*capacity}) == 1:
         used = np.flatnonzero((votes.reshape(len(capacity), -1) != 0).any(axis=0))
         return int(used[-1]) + 1 if used.size else 0
@@ -51,7 +52,6 @@ def used_slots(votes: NDArray[np.float32], capacity: Sequence[int]) -> int:
 
 
 def votes_names(plan: CachePlan) -> list[str]:
-    """Return the graph input names of every layer's votes (the number of tokens that each KV-cache slot stands for)."""
     return [name for name, _, _, kind in plan.state_names() if kind == "votes"]
 
 
@@ -84,7 +84,7 @@ def read_used(
 
 
 def fill(target: NDArray[Any], values: NDArray[Any], place: SlotPlace) -> None:
-    """Write `values` into a lane's state tensor in place; KV-cache slots beyond those of `values` become zeros."""
+    """Write `values` into a lane's state tensor in place; set the KV-cache slots beyond those of `values` to zero."""
     if place.axis is None or place.cache is None:
         target[...] = values
         return
@@ -94,19 +94,19 @@ def fill(target: NDArray[Any], values: NDArray[Any], place: SlotPlace) -> None:
 
 
 def without_replaced(plan: CachePlan, state: Mapping[str, NDArray[Any]], tokens: int) -> dict[str, NDArray[Any]]:
-    """Return a lane's tensors with ring buffers of queries cut to the rows that remain after `tokens` more tokens."""
+    """Return a lane's tensors with rings of reference queries cut to the rows that outlast `tokens` more tokens."""
     arrays = dict(state)
     for i, layer in enumerate(plan.caches):
         rings = [tensor.past(i) for tensor in layer.state if tensor.name in RING]
         for name in rings:
-            seen = state[rings[-1]][0]  # equal in all heads; the queries of one token have seen equally many tokens
+            seen = state[rings[-1]][0]  # tokens that each query has seen, equal in all heads and in one token's queries
             kept = max(len(seen) - tokens * np.count_nonzero(seen == seen[-1]), 0)
             arrays[name] = state[name][:, len(seen) - kept :].copy()
     return arrays
 
 
 def with_whole_rings(plan: CachePlan, state: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Return a lane's tensors with ring buffers of reference queries padded to the plan's size by empty rows."""
+    """Return a lane's tensors with rings of reference queries padded by empty rows to the size in the cache plan."""
     arrays = dict(state)
     for i, layer in enumerate(plan.caches):
         shapes = layer.shapes(1)

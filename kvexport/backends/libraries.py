@@ -1,4 +1,4 @@
-"""The files of kvexport's native libraries: the search for them, and the reasons why a file cannot be loaded."""
+"""The search for kvexport's native libraries (shared objects), and the reasons why one cannot be loaded."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from pathlib import Path
 from kvexport.errors import EnvironmentProblem
 from kvexport.paths import native_folder
 
-# Entry points of other distributions, such as kvexport-cuda: functions without arguments that return a library's path.
+# The group of Python entry points by which another distribution, such as kvexport-cuda, offers a native library. An
+# entry point is a function without arguments that returns the path of the library.
 GROUP = "kvexport.libraries"
 MACHINES = {3: "i686", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv64"}  # e_machine of ELF files
 
 
 def find(variable: str, name: str, entry: str = "") -> Path | None:
-    """Return the path of a native library; None if there is none."""
+    """Return the path of a native library; None if there is none.
+
+    The environment variable `variable` may name the library's path, or be "off". Without it, the search covers the
+    package's native folder, and then the entry points of other distributions.
+    """
     setting = os.environ.get(variable, "")
     if setting == "off":
         return None
@@ -49,9 +54,9 @@ def _from_another_distribution(entry: str) -> Path | None:
 
 
 def is_cut_off(path: Path) -> bool:
-    """Return whether an ELF file of 64 bits ends before the table of its sections, as after a disk that was full.
+    """Return whether a 64-bit ELF file ends before its section table does, as after a copy to a full disk.
 
-    The system would load such a file, and end the process when it first touches the missing part.
+    The system would load such a file, and end the process when code first touches the missing part.
     """
     with path.open("rb") as file:
         header = file.read(64)

@@ -8,8 +8,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-# The relative error of `TopLogits.mass`. A device adds float32 numbers in its own order, each thread at most some
-# hundred.
+# The largest relative error of `TopLogits.mass`. A GPU adds float32 numbers in its own order, and each of its threads
+# adds at most a few hundred of them.
 MASS_ERROR = 1e-4
 
 
@@ -19,7 +19,7 @@ class TopLogits:
 
     Attributes:
         ids: [n] token ids.
-        values: [n] logits, descending. Every other logit is at most the last of them.
+        values: [n] logits, descending. Every logit that is not listed is at most the last of these.
         mass: The sum of exp(logit - largest logit) over the whole row, with a relative error of at most MASS_ERROR.
         vocabulary: The number of logits in the row.
     """
@@ -31,19 +31,19 @@ class TopLogits:
 
     @property
     def token(self) -> int:
-        """The lowest id of the largest logit."""
+        """The token of the largest logit; the lowest id if several logits are equally large."""
         return int(self.ids[self.values == self.values[0]].min())
 
 
 class Rows(Protocol):
-    """The logits that one decoder call returned. Lanes are numbered from the call's first lane."""
+    """The logits that one decoder call returned. Lanes are counted from the first lane of that call."""
 
     def top_logits(self, lane: int) -> TopLogits | None:
-        """Return the n largest logits of a lane with their token ids; None if all logits are already in host memory."""
+        """Return a lane's n largest logits with their token ids; None if all logits are already in host memory."""
         ...
 
     def row(self, lane: int) -> npt.NDArray[np.float32]:
-        """Return all logits [vocabulary] of a lane, copied to host memory if they are on a device."""
+        """Return all logits [vocabulary] of a batch lane, copied to host memory if they are on a device."""
         ...
 
 
@@ -54,9 +54,9 @@ class HostRows:
     logits: npt.NDArray[np.float32]
 
     def top_logits(self, lane: int) -> None:
-        """Return None, because all logits of the lane are in host memory."""
+        """Return None, because all logits of the batch lane are in host memory."""
 
     def row(self, lane: int) -> npt.NDArray[np.float32]:
-        """Return all logits [vocabulary] of a lane."""
+        """Return all logits [vocabulary] of a batch lane."""
         row: npt.NDArray[np.float32] = self.logits[lane]
         return row

@@ -1,6 +1,6 @@
-"""The names of the backends, and the keys that they add to a recipe's `backend:`.
+"""The names of the backends, and the keys that each backend adds to a recipe's section `backend:`.
 
-Every recipe needs them, so this module imports nothing but pydantic.
+Every recipe needs them, so this module imports no backend, and of other packages only pydantic.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @cache
 def names() -> tuple[str, ...]:
-    """Return the names of all backends (the folders of `kvexport.backends`), sorted."""
+    """Return the names of all backends (the folders of the package `kvexport.backends`), sorted."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(_registry().__path__) if module.ispkg))
 
 
 @cache
 def default() -> str:
-    """Return the name of the backend that runs recipes without `backend.name`: the one whose section has `DEFAULT`."""
+    """Return the name of the backend of recipes without `backend.name`: the one whose `section.py` has `DEFAULT`."""
     (name,) = (name for name in names() if getattr(_module(name), "DEFAULT", False))
     return name
 
@@ -52,13 +52,13 @@ def backend_section() -> type[RecipeSection]:
 
 
 def on_gpu(values: Mapping[str, Any]) -> bool:
-    """Return whether the keys of a recipe's section `backend:`, not checked yet, name a GPU."""
+    """Return whether the unchecked keys of a recipe's section `backend:` choose a GPU."""
     module = _module(name) if (name := values.get("name", default())) in names() else None
     return bool(getattr(module, "on_gpu", lambda _: False)(values))
 
 
 def device_settings(name: str | None, device: str) -> list[str]:
-    """Return the settings of a recipe for a build with `--device`."""
+    """Return the recipe settings that `kvexport build --device` stands for."""
     from kvexport.errors import UsageError
 
     settings = getattr(_module(name or default()), "device_settings", None)

@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 CPU_PROVIDER = devices.PROVIDERS["cpu"]
 LARGEST_GROUP = 256  # inputs; a larger group of a packed weight is a whole row (kvexport.ops.packed.GROUPS)
-LEAST_BLOCK = 16  # inputs of a group of MatMulNBits
-DECODER_INPUTS = ("input_ids", "query_length", "past_length")  # in addition to the state
+LEAST_BLOCK = 16  # the smallest number of inputs that share a scale in ONNX Runtime's operator MatMulNBits
+DECODER_INPUTS = ("input_ids", "query_length", "past_length")  # the decoder's inputs besides the state tensors
 
 
 @dataclass(frozen=True)
 class Native:
-    instruction_set: str  # instruction set that it uses here; "" if the library cannot be used
+    instruction_set: str  # instruction set that the library uses here; "" if the library cannot be used
     problem: str = ""  # why the library cannot be used
-    fix: str = ""  # line that fixes it
-    small_pages: str = ""  # why weights stay in small memory pages; "" if they do not
+    fix: str = ""  # what the user can do about `problem`
+    small_pages: str = ""  # why weights stay in small memory pages; "" if they are copied into huge pages
     packed: str = ""  # layout in which the library reads packed weights with groups of 32 inputs
 
 
@@ -59,11 +59,11 @@ class OnnxRuntime(Backend):
         return section.of(recipe).device
 
     def problems(self, recipe: Recipe) -> list[tuple[str, str]]:
-        """Return why this machine cannot run the artifact of `recipe` in ONNX Runtime, as (reason, fix) pairs."""
+        """Return why ONNX Runtime cannot run a recipe's artifact on this machine, as (reason, fix) pairs."""
         return devices.problems(self.device(recipe))
 
     def advice(self, recipe: Recipe, cache: CachePlan, weight_bytes: int) -> Mapping[str, str]:
-        """Return which GPUs must run MergeCache as an ONNX function, and why; see `Backend.advice`."""
+        """Return which GPUs must run the operator MergeCache as an ONNX function, which is slower, and why."""
         from kvexport.backends.gpu_limits import merge_problem
 
         if self.device(recipe) != "cuda" or not (problem := merge_problem(cache, recipe.cache.build_method())):
@@ -82,7 +82,6 @@ class OnnxRuntime(Backend):
         return f"ONNX Runtime on CUDA takes only groups of multiples of {LEAST_BLOCK} inputs", "--set weights.group=32"
 
     def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> LoadedModel:
-        """Return the exported model, loaded into ONNX Runtime sessions; see `Backend.load`."""
         from kvexport.backends.adapters import load_adapters
         from kvexport.backends.onnxruntime import section
         from kvexport.backends.onnxruntime.model import LoadedModel
@@ -174,7 +173,7 @@ class OnnxRuntime(Backend):
         )
 
     def describe(self, path: Path, manifest: Manifest) -> Description:
-        """Return how this machine runs each custom operator of an artifact: natively or as an ONNX function."""
+        """Return how this machine runs each of kvexport's operators in an artifact: natively or as an ONNX function."""
         from kvexport.report.sections import KeyValues
 
         implementations = native.implementations(manifest)
@@ -195,8 +194,8 @@ BACKEND = OnnxRuntime()
 def _threads() -> int:
     """Return the number of threads of a model on this machine; 0 if ONNX Runtime would choose the same number.
 
-    With 0 ONNX Runtime also binds each of its threads to a core. ONNX Runtime counts the cores of the whole machine,
-    even if this process may use only some of them.
+    With 0, ONNX Runtime also binds each of its threads to a core. But ONNX Runtime counts the cores of the whole
+    machine, even if the process may use only some of them.
     """
     threads = suitable_threads()
     restricted = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
@@ -204,7 +203,7 @@ def _threads() -> int:
 
 
 def _require_room(path: Path, manifest: Manifest) -> None:
-    """Check that the GPU has room for the weights and the cache of one sequence, and warn of weights in float32."""
+    """Check that the GPU has room for the weights and the KV cache of one sequence, and warn of float32 weights."""
     from kvexport.plan.planner import state_bytes
     from kvexport.units import format_bytes
 
@@ -229,7 +228,7 @@ def _no_device(device: str) -> UsageError:
 def _providers() -> tuple[list[str], str]:
     """Return the names of ONNX Runtime's execution providers, and why it cannot be imported ("" if it can).
 
-    Compiled modules may raise any exception on import.
+    The import may raise any exception, because ONNX Runtime is a compiled module.
     """
     try:
         module = importlib.import_module("onnxruntime")
@@ -267,9 +266,9 @@ def _packed_row(library: Native) -> str:
 
 
 def _layouts(manifest: Manifest, device: str) -> dict[str, str]:
-    """Return the memory layout in which this machine's kernels read packed (quantized) weights, by weight format.
+    """Return how this machine's kernels arrange packed (quantized) weights in memory, by weight format.
 
-    A group of more than `LARGEST_GROUP` inputs is a whole row.
+    A group (inputs that share a scale) of more than `LARGEST_GROUP` inputs is a whole row of the weight.
     """
     path = native.library("cpu")
     if device != "cpu" or path is None:

@@ -1,7 +1,7 @@
-"""The memory that the inputs and outputs of an ONNX Runtime session are bound to.
+"""The memory to which the inputs and outputs of an ONNX Runtime session are bound.
 
-The model state is one allocation, and lanes of it are bound in place. One copy moves all small tensors of a call, and
-logits may stay on a device.
+On the CPU the model state is one allocation. Batch lanes of the state are bound in place. One copy between host and GPU
+moves all small tensors of a call, and logits may stay on the GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CACHE_LINE = 64  # bytes
 class DeviceRows:
     """Logits [lanes, 1, vocabulary] of a decoder call that stay on the GPU.
 
-    The largest logits of each lane are in host memory.
+    The largest logits of each batch lane are in host memory.
     """
 
     def __init__(self, logits: DeviceArray, largest: Mapping[str, NDArray[Any]]) -> None:
@@ -39,7 +39,7 @@ class DeviceRows:
     def row(self, lane: int) -> NDArray[np.float32]:
         """Return all logits [vocabulary] of a lane, copied from the GPU to host memory.
 
-        ONNX Runtime copies whole tensors, so the first call copies the rows of all lanes.
+        The first call copies the logits of all lanes, because ONNX Runtime copies whole tensors.
         """
         if self._whole is None:
             self._whole = self._logits.read()
@@ -48,9 +48,9 @@ class DeviceRows:
 
 
 def bind(binding: Any, name: str | None, present: str | None, array: Array, lanes: slice = ALL) -> None:
-    """Bind lanes of `array` to an ONNX Runtime session as its input `name`, as its output `present`, or as both.
+    """Bind lanes of `array` to an ONNX Runtime session as its input `name`, its output `present`, or both.
 
-    With both, the output is computed in place.
+    If both are given, the session overwrites the input with the output in place.
     """
     where = place(array, lanes)
     if name is not None:
@@ -60,9 +60,9 @@ def bind(binding: Any, name: str | None, present: str | None, array: Array, lane
 
 
 class SmallTensors:
-    """The small inputs or outputs of a session run, such as token ids and lengths, which the host writes or reads.
+    """The small inputs or outputs of an ONNX Runtime call, such as token ids, which the host writes or reads.
 
-    On a GPU the tensors share one allocation, so that one copy moves all of them. On the CPU they are bound directly.
+    On a GPU they share one allocation, so that one copy moves all of them. On the CPU they are bound directly.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class SmallTensors:
             (binding.bind_output if output else binding.bind_input)(name, *self.place(name))
 
     def send(self) -> None:
-        """Copy the host's small input tensors (`arrays`) to the GPU for the next session run."""
+        """Copy the small input tensors from `arrays` in host memory to the GPU, for the next call of the session."""
         if self._device_piece is not None:
             self._device_piece.write(self._host_piece)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Give the tensors on the GPU the values back that they have now, whatever is sent meanwhile."""
+        """Restore the small tensors on the GPU when the context ends, whatever was sent to them meanwhile."""
         kept = None if self._device_piece is None else np.array(self._device_piece.read())
         yield
         if self._device_piece is not None and kept is not None:
@@ -117,9 +117,10 @@ class SmallTensors:
 def in_one_piece(
     tensors: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]], memory: Memory | None = None
 ) -> dict[str, NDArray[Any]]:
-    """Allocate zero arrays that share one allocation, and return them by name.
+    """Allocate arrays of zeros in one allocation, and return them by name.
 
-    numpy asks for huge pages for a large allocation. Decoding reads these faster than many small arrays in small pages.
+    numpy asks the system for huge pages for a large allocation. Decoding reads an array in huge pages faster than many
+    small arrays in small pages.
     """
     offsets, size = _laid_out(tensors)
     size += CACHE_LINE

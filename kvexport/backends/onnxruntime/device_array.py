@@ -1,6 +1,6 @@
-"""Tensors in host memory or on a GPU that ONNX Runtime sessions are bound to.
+"""Tensors in host memory or on a GPU to which ONNX Runtime sessions are bound.
 
-Tensors on a device belong to ONNX Runtime, so that no CUDA package is needed.
+ONNX Runtime allocates the tensors on a GPU, so that no CUDA package for Python is needed.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvexport.backends.onnxruntime import devices
 
-# The arguments of `IOBinding.bind_input`: device, its number, type, shape, address.
+# The arguments of ONNX Runtime's `IOBinding.bind_input`: device, number of the device, type, shape, address.
 Place = tuple[str, int, Any, tuple[int, ...], int]
 ALL = slice(None)
 
 
 class DeviceArray:
-    """A tensor at a fixed address on a GPU ("cuda"), all zeros at first, for ONNX Runtime sessions to bind.
+    """A tensor at a fixed address on a GPU ("cuda") for ONNX Runtime sessions to bind; at first all zeros.
 
-    Writing and reading cover the whole tensor; `lanes` returns a tensor over some of its lanes.
+    `write` and `read` cover the whole tensor. `lanes` returns a tensor over some of its batch lanes, in the same
+    memory.
     """
 
     def __init__(self, device: str, shape: tuple[int, ...], dtype: Any) -> None:
@@ -51,7 +52,7 @@ class DeviceArray:
         return view
 
     def place(self, lanes: slice = ALL) -> Place:
-        """Return the device, element type, shape and address of some batch lanes, for ONNX Runtime's binding."""
+        """Return device, element type, shape and address of some batch lanes, for ONNX Runtime's binding."""
         first, last, _ = lanes.indices(self.shape[0])
         start = self._value.data_ptr() + first * (self.nbytes // self.shape[0])
         return self.device, 0, self.dtype.type, (last - first, *self.shape[1:]), start
@@ -84,10 +85,10 @@ def copy(source: Array, target: Array, source_lanes: slice = ALL, target_lanes: 
 
 
 def _copy_on_cuda(source: int, target: int, count: int) -> None:
-    """Copy `count` bytes between two GPU addresses by CUDA's driver.
+    """Copy `count` bytes between two GPU addresses with NVIDIA's driver library.
 
-    The driver is present wherever ONNX Runtime's CUDA provider runs. Earlier session runs have ended, because ONNX
-    Runtime waits for its outputs.
+    The library is present wherever ONNX Runtime's CUDA provider runs. The copy needs no wait for earlier session runs:
+    ONNX Runtime returns after their outputs are complete.
     """
     devices.use_first_gpu()
     devices.drive("cuMemcpyDtoD_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(count))

@@ -1,6 +1,6 @@
-"""Detection of the devices that ONNX Runtime can use here: its execution providers, and GPUs by CUDA's driver.
+"""Detection of the devices that ONNX Runtime can use on this machine: execution providers, and GPUs.
 
-Neither torch nor the CUDA toolkit is used.
+GPUs are found with NVIDIA's driver library, libcuda, without torch and without the CUDA toolkit.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from kvexport.errors import EnvironmentProblem, lacks_memory
 from kvexport.packages import installed_version
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-# Both packages provide the same module. The one that was installed last overwrites the other.
+# The packages onnxruntime and onnxruntime-gpu provide the same Python module. The package that was installed last
+# overwrites the files of the other.
 SAME_MODULE = {"cpu": "onnxruntime", "cuda": "onnxruntime-gpu"}
 INSTALL_GPU = "pip install 'kvexport[gpu]' && pip install --force-reinstall --no-deps onnxruntime-gpu"
 NO_WHEEL = (
     "ONNX Runtime compiled with --use_cuda on this machine, or --backend tensorrt: onnxruntime-gpu has no wheel for"
 )
 INSTALL_CUDA = "pip install 'onnxruntime-gpu[cuda,cudnn]'"
-# The oldest Linux driver of each major version of CUDA (NVIDIA's release notes of CUDA).
+# The oldest Linux driver of NVIDIA for each major version of CUDA (NVIDIA's release notes of CUDA).
 DRIVERS = {12: 525, 13: 580}
 A_GPU = "a machine with an NVIDIA GPU and its driver (in a container: docker run --gpus all)"
 DRIVER = "libcuda.so.1"
@@ -39,12 +40,15 @@ def require_device(device: str) -> None:
 
 
 def fix_of(device: str, reasons: list[tuple[str, str]]) -> str:
-    """Return the line that fixes the problems of a device. No package helps on a machine without a driver."""
+    """Return what the user can do if ONNX Runtime cannot use a device.
+
+    No package helps on a machine without a GPU driver.
+    """
     return f"--device cpu, or {A_GPU}" if device == "cuda" and driver_problem() else reasons[0][1]
 
 
 def problems(device: str) -> list[tuple[str, str]]:
-    """Return why ONNX Runtime cannot run graphs on `device`, as (reason, fix) pairs; empty if it can."""
+    """Return why ONNX Runtime cannot run ONNX graphs on `device`, as (reason, fix) pairs; empty if it can."""
     try:
         import onnxruntime
     except Exception as error:  # compiled modules may raise any exception
@@ -60,7 +64,7 @@ def problems(device: str) -> list[tuple[str, str]]:
     reasons = []
     available = providers(onnxruntime)
     driver = driver_problem()
-    # A provider in a separate library is available only if it finds a GPU.
+    # A provider in a separate library is listed only if it finds a GPU.
     if PROVIDERS[device] not in available and not (driver and ", cuda-plugin-ep=" in _build_info(onnxruntime)):
         problem = f"onnxruntime {onnxruntime.__version__} has no CUDA provider, only {', '.join(available)}"
         clash = package_clash()
@@ -73,13 +77,13 @@ def problems(device: str) -> list[tuple[str, str]]:
 
 
 def install_gpu() -> str:
-    """Return the line that installs ONNX Runtime with CUDA, or what takes its place where it has no wheel."""
+    """Return the command that installs ONNX Runtime with CUDA, or the alternative where no wheel has it."""
     machine = platform.machine()
     return INSTALL_GPU if (sys.platform, machine) == ("linux", "x86_64") else f"{NO_WHEEL} {sys.platform} on {machine}"
 
 
 def old_driver(onnxruntime: Any) -> tuple[str, str] | None:
-    """Return the problem and its fix if the driver is older than the CUDA that this onnxruntime is built for."""
+    """Return the problem and its fix if NVIDIA's driver is older than the CUDA that onnxruntime was built for."""
     built = str(getattr(onnxruntime, "cuda_version", "")).partition(".")[0]
     if not built.isdigit():
         return None
@@ -94,7 +98,7 @@ def old_driver(onnxruntime: Any) -> tuple[str, str] | None:
 
 
 def both_packages() -> str:
-    """Return a clause for messages if both packages of ONNX Runtime are installed; "" otherwise."""
+    """Return a clause for error messages if onnxruntime and onnxruntime-gpu are both installed; "" otherwise."""
     versions = {name: installed_version(name) for name in SAME_MODULE.values()}
     if not all(versions.values()):
         return ""
@@ -102,7 +106,7 @@ def both_packages() -> str:
 
 
 def package_clash() -> tuple[str, str] | None:
-    """Return the problem and its fix if `onnxruntime` has overwritten `onnxruntime-gpu`; None if it has not."""
+    """Return the problem and its fix if the package onnxruntime has overwritten onnxruntime-gpu; None otherwise."""
     both = both_packages()
     if not both or module_owner() != SAME_MODULE["cpu"]:
         return None
@@ -130,10 +134,10 @@ def providers(onnxruntime: Any) -> list[str]:
 
 
 def graph_problem() -> str:
-    """Return why the installed ONNX Runtime cannot replay calls as CUDA graphs; "" if it can.
+    """Return why the installed ONNX Runtime cannot replay decode steps and merges as CUDA graphs; "" if it can.
 
-    ONNX Runtime 1.29 and 1.30 share the memory of one device between sessions, and reuse memory that a captured CUDA
-    graph still reads and writes. A replay would return wrong numbers without an error.
+    ONNX Runtime 1.29 and 1.30 share a device's memory between sessions, and reuse memory that a captured CUDA graph
+    still reads and writes. A replay would return wrong numbers without an error.
     """
     import onnxruntime
 
@@ -144,7 +148,7 @@ def graph_problem() -> str:
 
 
 def load_cuda_libraries(onnxruntime: Any) -> None:
-    """Load the CUDA and cuDNN libraries from NVIDIA's Python packages, if these are installed.
+    """Load the CUDA and cuDNN libraries of NVIDIA's Python packages, if these packages are installed.
 
     Libraries that the system's loader finds by itself are not loaded here.
     """
@@ -156,7 +160,7 @@ def load_cuda_libraries(onnxruntime: Any) -> None:
 
 @cache
 def driver_problem() -> str:
-    """Return why CUDA's driver lists no GPU; "" if it lists one."""
+    """Return why NVIDIA's driver lists no GPU; "" if it lists one."""
     try:
         return "" if gpu_count() else "the NVIDIA driver shows no GPU"
     except EnvironmentProblem as error:
@@ -164,13 +168,13 @@ def driver_problem() -> str:
 
 
 def drive(name: str, *arguments: Any) -> None:
-    """Call a function of CUDA's driver (libcuda) by name and check its status."""
+    """Call a function of NVIDIA's driver library (libcuda) by name, and check its status."""
     library = driver()
     check(library, name, getattr(library, name)(*arguments))
 
 
 def driver() -> Any:
-    """Return the library of CUDA's driver (libcuda), or raise EnvironmentProblem if there is none."""
+    """Return NVIDIA's driver library (libcuda), loaded; raise EnvironmentProblem if there is none."""
     try:
         return ctypes.CDLL(DRIVER)
     except OSError as error:
@@ -201,7 +205,7 @@ def gpu_memory() -> tuple[int, int]:
 
 
 def use_first_gpu() -> None:
-    """Make the first GPU current for this thread's CUDA driver calls, in the primary context that ONNX Runtime uses."""
+    """Make the first GPU current for this thread's driver calls, in the CUDA context that ONNX Runtime uses."""
     drive("cuCtxSetCurrent", _first_context())
 
 

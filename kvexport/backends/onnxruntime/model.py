@@ -1,6 +1,6 @@
 """A model on ONNX Runtime's CPU or CUDA provider, whose sessions update the KV cache in place.
 
-Past and present of a state tensor are one buffer on the device.
+The past and the present of a state tensor (its values before and after a call) are one buffer on the device.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _NO_ROWS = range(0)
 
 
 class _BoundCall(NamedTuple):
-    """An ONNX Runtime session with its inputs and outputs bound to some batch lanes of the state."""
+    """An ONNX Runtime session whose inputs and outputs are bound to some batch lanes of the model state."""
 
     session: Any
     binding: Any  # ONNX Runtime binding
-    graph: int | None  # id of its CUDA graph, or NO_GRAPH; None if the session captures none
+    graph: int | None  # id of the call's CUDA graph, or NO_GRAPH; None if the session captures none
     inputs: SmallTensors | None = None  # tensors that the host writes
     outputs: SmallTensors | None = None  # tensors that the host reads
     logits: Array | None = None
-    images: tuple[Array, ...] = ()  # rows of images and their places, which the binding has no reference to
+    images: tuple[Array, ...] = ()  # image embeddings and their places: kept alive here, as the binding does not
 
 
 class OnnxRuntimeState(ModelState):
-    """KV caches of a fixed number of batch lanes, and the ONNX Runtime sessions that advance them (see `ModelState`).
+    """KV caches of a fixed number of batch lanes, and the ONNX Runtime sessions that advance them.
 
     On the CPU, `state` and `past_length` are numpy arrays.
     """
@@ -67,28 +67,31 @@ class OnnxRuntimeState(ModelState):
             if tensor.name == "votes" or tensor.slot_axis is None
         } | {tensor.past(x.place) for x in plan.states for tensor in x.state}
         self.past_length: Any = model.zeros((lanes, 1), np.dtype(np.int64))
-        self._adapters = [_NO_ROWS] * lanes  # the rows of each lane's adapter
-        # By the number of rows that a call reads: all, or the first, which is 0, if no lane of a call has an adapter.
+        self._adapters = [_NO_ROWS] * lanes  # each lane's LoRA adapter: its rows in the matrices of all adapters
+        # The inputs `adapter_rows`, by the number of rows of LoRA matrices that a decoder call reads: all rows, or, if
+        # no lane of the call has an adapter, only row 0, which contains zeros.
         rows = {model.adapters.rows, 1} if model.adapters.tensors else set[int]()
         self._selected: dict[int, Any] = {n: model.zeros((lanes, 1, n), model.adapters.dtype) for n in rows}
-        # Calls by session. The decoder's calls of one token of the first n lanes are kept, and the last other one.
+        # The bound calls of each session. Decoder calls of one token of the first n lanes are kept. Of all other
+        # decoder calls only the last one is kept.
         self._calls: dict[str, dict[Hashable, _BoundCall]] = defaultdict(dict)
         self._other: Hashable = None
         self.top_logits = None if model.zeros is np.zeros else model.top_count
         self.runs_ahead = bool(self.top_logits) and model.finds_tokens
-        # Shared by all calls of one token, by turn: a call that begins before the host has read the logits of the call
-        # before it has other buffers than that one.
+        # Buffers that all decoder calls of one token share. There are two of each, used by turns: a call that begins
+        # before the host has read the logits of the call before must not overwrite them.
         self._step_logits: list[Any] = [None, None]  # [lanes, 1, vocabulary]
         self._step_inputs: list[SmallTensors | None] = [None, None]
         self._latest = (0, 0, 0)  # first lane, lanes and turn of the latest call of one token
-        self._enqueued = self._ended = 0  # runs without a wait, and those of them that have certainly ended
-        self._thread = threading.local()  # `graphs`: the captured ones, because ONNX Runtime captures for each thread
+        self._enqueued = self._ended = 0  # runs that were enqueued without a wait, and how many have surely ended
+        self._thread = threading.local()  # `graphs`: CUDA graphs that this thread captured; others must capture too
 
     def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
-        """Empty the KV caches of lanes first <= lane < last; see `LaneState.clear`.
+        """Empty the KV caches of batch lanes first <= lane < last.
 
-        An all-zero state is an empty cache. On a GPU, only the votes of slots become zero: other finite values of a
-        slot without votes have no effect, and votes are a hundredth of the state.
+        A state of zeros is an empty KV cache. On a GPU, only the votes of the slots become zero. (Votes are the number
+        of tokens that a slot stands for; attention ignores slots without votes.) The votes are a hundredth of the
+        state.
         """
         self._settle()
         for name, array in self.state.items():
@@ -103,13 +106,11 @@ class OnnxRuntimeState(ModelState):
     def decode(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
     ) -> NDArray[np.float32]:
-        """Append tokens to the sequences of batch lanes and return logits; see `LaneState.decode`."""
         return self._run_decoder(self._send(input_ids, query_length, first))
 
     def decode_images(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int, images: CallImages
     ) -> NDArray[np.float32]:
-        """Append tokens, with rows of images in some of their places; see `ModelState.decode_images`."""
         return self._run_decoder(self._send(input_ids, query_length, first, images=images))
 
     def _run_decoder(self, call: _BoundCall) -> NDArray[np.float32]:
@@ -125,7 +126,7 @@ class OnnxRuntimeState(ModelState):
         turn: int = 0,
         images: CallImages | None = None,
     ) -> _BoundCall:
-        """Return the decoder's call for these lanes, after its inputs were copied to the device."""
+        """Return the decoder call for some batch lanes, after its token ids and lengths were copied to the device."""
         self._settle()
         count, tokens = input_ids.shape
         call = self._decoder(first, count, tokens, turn, images)
@@ -136,18 +137,15 @@ class OnnxRuntimeState(ModelState):
         return call
 
     def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Rows:
-        """Append one token to each batch lane's sequence and leave the logits on the device; see `ModelState.step`."""
         self._send(input_ids, query_length, first)
         return self._enqueue(first, len(input_ids), 0)()
 
     def begin(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Pending:
-        """Begin a `step`, and return a function that waits for its rows; see `ModelState.begin`."""
         for turn in (1, 0):  # later calls of both turns have these lengths, and tokens of the device
             self._send(input_ids, query_length, first, turn)
         return self._enqueue(first, len(input_ids), 0)
 
     def follow(self) -> Pending:
-        """Begin the call after the latest one, with the tokens of its largest logits; see `ModelState.follow`."""
         first, count, turn = self._latest
         return self._enqueue(first, count, 1 - turn)
 
@@ -156,7 +154,7 @@ class OnnxRuntimeState(ModelState):
         logits = call.logits
         assert isinstance(logits, DeviceArray)
         self._run_on(DECODER, call)
-        # The logits of any lanes begin at the same address.
+        # The logits of any number of lanes begin at the same address.
         call = self._ready(TOP_LOGITS, (count, turn), partial(self._bind_finder, logits, turn))
         outputs = call.outputs
         assert outputs is not None
@@ -176,13 +174,12 @@ class OnnxRuntimeState(ModelState):
         self._enqueued += 1
 
     def _settle(self) -> None:
-        """Wait for all runs, before the host reads or writes tensors that they use."""
+        """Wait for all enqueued runs, before the host reads or writes tensors that these runs use."""
         if self._ended != self._enqueued:
             self._model.stream.wait()
             self._ended = self._enqueued
 
     def merge(self, first: int, last: int) -> None:
-        """Compress the KV cache of each lane first <= lane < last to its budget of slots; see `LaneState.merge`."""
         call = self._ready(MERGE, (first, last), partial(self._bind_merge, first, last))
         if self._ended != self._enqueued:
             self._run_on(MERGE, call)
@@ -190,7 +187,6 @@ class OnnxRuntimeState(ModelState):
             self._model.run(MERGE, call.binding, call.graph)
 
     def grown(self, lanes: int) -> OnnxRuntimeState:
-        """Return a state with more batch lanes, the first of which are copies of these; see `ModelState.grown`."""
         self._settle()
         larger = OnnxRuntimeState(self._model, self._plan, lanes, self._memory)
         for name, array in self.state.items():
@@ -201,12 +197,10 @@ class OnnxRuntimeState(ModelState):
         return larger
 
     def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
-        """Return copies of one lane's state tensors in host memory; see `ModelState.read`."""
         self._settle()
         return read_used(self._plan, lambda name: read(self._lanes_of(self.state[name], lane, lane + 1))[0], names)
 
     def write(self, lane: int, state: Mapping[str, NDArray[Any]], past_length: int | None = None) -> None:
-        """Overwrite one lane's state tensors with saved ones; see `ModelState.write`."""
         self._settle()
         places = slot_places(self._plan)
         for name, values in state.items():
@@ -221,7 +215,6 @@ class OnnxRuntimeState(ModelState):
             write(self._lanes_of(self.past_length, lane, lane + 1), past_length)
 
     def rollback(self, lane: int, count: int) -> None:
-        """Remove the last `count` tokens from one lane's KV cache; see `ModelState.rollback`."""
         self._settle()
         length = self._lanes_of(self.past_length, lane, lane + 1)
         left = int(read(length)[0, 0]) - count
@@ -235,14 +228,12 @@ class OnnxRuntimeState(ModelState):
         write(length, left)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy the state tensors of one batch lane over those of another; see `ModelState.copy`."""
         self._settle()
         for array in (*self.state.values(), self.past_length):
             copy(array, array, slice(source, source + 1), slice(target, target + 1))
         self.adapt(target, self._adapters[source])
 
     def adapt(self, lane: int, rows: range = _NO_ROWS) -> None:
-        """Choose the rows of the LoRA adapter with which a lane is computed from now on; see `ModelState.adapt`."""
         if self._adapters[lane] == rows:
             return
         self._settle()
@@ -253,7 +244,6 @@ class OnnxRuntimeState(ModelState):
         write(self._lanes_of(self._selected[count], lane, lane + 1), selected)
 
     def view(self, lane: int) -> dict[str, NDArray[Any]] | None:
-        """Return views of one lane's state tensors on the CPU, None on a GPU; see `ModelState.view`."""
         if isinstance(self.past_length, DeviceArray):
             return None
         return {name: array[lane] for name, array in self.state.items()}
@@ -263,7 +253,6 @@ class OnnxRuntimeState(ModelState):
         return {name: np.array(read(array)) for name, array in self.state.items()}
 
     def set_state(self, state: Mapping[str, NDArray[Any]], past_length: NDArray[np.int64]) -> None:
-        """Overwrite the state tensors of the first n batch lanes; see `ModelState.set_state`."""
         self._settle()
         for name, array in state.items():
             write(self._lanes_of(self.state[name], 0, len(array)), array)
@@ -285,7 +274,7 @@ class OnnxRuntimeState(ModelState):
         return self._ready(DECODER, key, partial(self._bind_decoder, lanes, tokens, turn, stays, adapted=adapted))
 
     def _ready(self, name: str, key: Hashable, bind: Callable[[], _BoundCall]) -> _BoundCall:
-        """Return the bound session for `key`, with its CUDA graph captured if it has one; `bind` creates a new one."""
+        """Return the bound session for `key`, made by `bind` if missing, with its CUDA graph captured if it has one."""
         kept = self._calls[name]
         call = kept.get(key)
         if call is None or call.session is not self._model.session(name):
@@ -306,10 +295,10 @@ class OnnxRuntimeState(ModelState):
         return call
 
     def _capture(self, name: str, call: _BoundCall) -> str:
-        """Let ONNX Runtime capture the CUDA graph of a bound session. Return why this failed, "" if it succeeded.
+        """Let ONNX Runtime capture the CUDA graph of a bound session; return why this failed, or "".
 
-        The capture runs the ONNX graph several times, in place. Its decoder calls contain no token, so they leave every
-        lane unchanged. A second merge leaves a merged cache unchanged.
+        The capture runs the ONNX graph several times, in place. A captured decoder call has no tokens, so it leaves
+        every lane unchanged. A second merge of a merged KV cache changes nothing.
         """
         self._settle()
         with nullcontext() if call.inputs is None else call.inputs.kept():
@@ -357,7 +346,7 @@ class OnnxRuntimeState(ModelState):
         return _BoundCall(session, binding, self._model.new_graph(MERGE, is_captured(first, last)))
 
     def _inputs(self, count: int, tokens: int, turn: int) -> SmallTensors:
-        """Return buffers for the token ids and lengths of a call; those of one token on a device have one address."""
+        """Return buffers for a decoder call's token ids and lengths. On a GPU, calls of one token share buffers."""
         shared = tokens == 1 and self.top_logits is not None
         if shared and (kept := self._step_inputs[turn]) is not None:
             return kept.of_lanes(count)
@@ -385,7 +374,7 @@ class OnnxRuntimeState(ModelState):
         return _BoundCall(session, binding, self._model.new_graph(TOP_LOGITS, True), outputs=outputs)
 
     def _logits(self, count: int, tokens: int, turn: int) -> Array:
-        """Return a buffer for logits [count, 1 or tokens, vocabulary], which the next call may overwrite."""
+        """Return a buffer for logits [count, 1 or tokens, vocabulary], which later decoder calls may overwrite."""
         model, single = self._model, np.dtype(np.float32)
         if tokens > 1:
             rows = tokens if model.all_logits else 1
@@ -400,5 +389,4 @@ class LoadedModel(Sessions):
     """An exported model on ONNX Runtime: its sessions, and the states (KV caches) that they advance."""
 
     def new_state(self, plan: CachePlan, lanes: int, memory: Memory | None = None) -> OnnxRuntimeState:
-        """Return empty KV caches for `lanes` sequences; see `kvexport.backends.model_state.LoadedModel.new_state`."""
         return OnnxRuntimeState(self, plan, lanes, memory)

@@ -22,9 +22,9 @@ from kvexport.errors import EnvironmentProblem
 from kvexport.images.tiles import ImageSpec
 
 log = logging.getLogger("kvexport.backends")
-# The names of the ONNX Runtime sessions: the ONNX graph that each runs.
+# The names of an artifact's ONNX Runtime sessions, one for each ONNX graph.
 DECODER, MERGE, TOP_LOGITS, VISION = "decoder", "merge", "top_logits", "vision"
-NO_GRAPH = -1  # the id of a run that neither captures a CUDA graph nor replays one
+NO_GRAPH = -1  # ONNX Runtime's id for a run that neither captures a CUDA graph nor replays one
 
 
 @cache
@@ -77,7 +77,7 @@ class Sessions:
             DECODER: partial(opened, decoder, threads=threads, operators=attention, float_input=float_input)
         }
         if merge:
-            # A function is one long chain of small nodes, which runs fastest on one thread.
+            # MergeCache's ONNX function is one long chain of small nodes, which runs fastest on one thread.
             self._open[MERGE] = partial(opened, merge, threads=threads if merging else 1, operators=merging)
         self.top_count = 0
         if top_logits is not None:
@@ -89,22 +89,21 @@ class Sessions:
             self.graphs.clear()
             self._report(why)
         if merging is None:
-            self.graphs.discard(MERGE)  # the shapes in the function depend on the votes, so it cannot be captured
+            self.graphs.discard(MERGE)  # shapes in MergeCache's ONNX function depend on values: no CUDA graph
         self._opened: dict[str, Any] = {}
         for name in self._open:
             if name != TOP_LOGITS or device != "cpu":
                 self.session(name)
-        if vision is not None:  # opened by the first image, whose weights a server of text need not read
+        if vision is not None:  # opened by the first image: a server of text alone need not load these weights
             self._open[VISION] = partial(opened, vision, threads=threads, operators=None)
 
     def on_device(self, array: NDArray[Any]) -> Array:
-        """Return a copy of an array on the device."""
         tensor: Array = self.zeros(array.shape, array.dtype)
         write(tensor, array)
         return tensor
 
     def session(self, name: str) -> Any:
-        """Return the ONNX Runtime session of a graph by name; the first call opens it."""
+        """Return the ONNX Runtime session of an ONNX graph by name; the first call opens it."""
         if name not in self._opened:
             try:
                 self._opened[name] = self._open[name](graphs=name in self.graphs)
@@ -124,7 +123,7 @@ class Sessions:
         return self.session(MERGE) if MERGE in self._open else None
 
     def encode_tile(self, pixels: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the rows [rows, hidden] of an image's tile [1, 3, height, width]."""
+        """Return the embeddings [rows, hidden] of a tile of an image, whose pixels are [1, 3, height, width]."""
         with self._opening:
             encoder = self.session(VISION)
         rows: NDArray[np.float32] = encoder.run(["image_rows"], {"pixel_values": pixels})[0]
@@ -132,12 +131,12 @@ class Sessions:
 
     @property
     def finder(self) -> Any:
-        """The ONNX Runtime session of the graph that finds the largest logits of each row."""
+        """The ONNX Runtime session of the ONNX graph that finds the largest logits of each row."""
         return self.session(TOP_LOGITS)
 
     @property
     def finds_tokens(self) -> bool:
-        """Whether the graph that finds the largest logits also returns the token of the largest, as a device tensor."""
+        """Whether the ONNX graph of the largest logits also returns the token of the largest logit, on the device."""
         return TOP_LOGITS in self._open and any(node.name == "token" for node in self.finder.get_outputs())
 
     def run(self, name: str, binding: Any, graph: int | None, *, wait: bool = True) -> None:
@@ -148,7 +147,7 @@ class Sessions:
             session.run_with_iobinding(binding, _run_options(graph, wait))
 
     def open_decoder(self, model: bytes) -> Any:
-        """Return an ONNX Runtime session of another decoder graph over the same weights."""
+        """Return an ONNX Runtime session of another decoder's ONNX graph over the same weights."""
         return self._open[DECODER](graphs=False, model=model)
 
     def new_graph(self, name: str, stays: bool) -> int | None:

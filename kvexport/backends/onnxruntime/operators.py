@@ -1,7 +1,8 @@
-"""The shared libraries of native operators (kernels) for ONNX Runtime, one for its CPU provider and one for CUDA.
+"""The shared libraries of kvexport's native operators for ONNX Runtime, one for the CPU and one for CUDA.
 
-The operators are VoteAttention and MergeCache, and on the CPU Linear, Experts and LinearAttention. Without a library,
-or for a method or layer that it does not support, ONNX Runtime runs the ONNX functions of the graph.
+The CPU's library has VoteAttention, MergeCache, Linear, Experts and LinearAttention; CUDA's has the first two. Without
+a library, or for a compression method or layer that a library does not support, ONNX Runtime runs the operators' ONNX
+functions (their meaning in standard operators, which the ONNX graph carries).
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ if TYPE_CHECKING:
 
 NAMES = {"cpu": "libkvexport_onnxruntime.so", "cuda": "libkvexport_onnxruntime_cuda.so"}
 VARIABLE = "KVEXPORT_OPERATORS"
-# The numbers of the types in plugins/abi/kvexport.h.
+# The numbers that plugins/abi/kvexport.h gives to the types of KV caches.
 TYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4, "k8v4": 5}
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """How a custom operator of the ONNX graph runs on this machine: as a native kernel or as its ONNX function."""
+    """How one of kvexport's operators runs on this machine: as a native kernel or as its ONNX function."""
 
-    native: bool  # whether the native operator runs
-    detail: str  # instruction set of the native operator, or why the function runs instead
+    native: bool  # whether the native kernel runs
+    detail: str  # instruction set of the native kernel, or why the ONNX function runs instead
 
     def __str__(self) -> str:
         return f"native, {self.detail}" if self.native else f"function: {self.detail}"
 
 
 def library(device: str = "cpu") -> Path | None:
-    """Return the path of the native operator library to register for sessions on `device`, or None if there is none.
+    """Return the path of the native operator library that sessions on `device` register; None if there is none.
 
     The environment variable KVEXPORT_OPERATORS names another library, or is ``off``.
     """
@@ -71,7 +72,7 @@ def instruction_set(path: Path) -> str:
 def why_small_pages(path: Path) -> str:
     """Return why the native library leaves weights in small memory pages; "" if it copies them into huge pages.
 
-    See docs/tasks/native-operators.md.
+    The page docs/tasks/native-operators.md describes huge pages of weights.
     """
     return _ask(path, "kvexport_huge_pages")
 
@@ -94,7 +95,7 @@ def require_runnable(path: Path, device: str) -> None:
 
 
 def why_function(path: Path | None, op: str, method: Method, device: str = "cpu") -> str | None:
-    """Return why a custom operator runs as its ONNX function; None if the native kernel runs it."""
+    """Return why one of kvexport's operators runs as its ONNX function; None if its native kernel runs."""
     if path is None:
         return why_no_library(device)[0]
     if method.extra_state and (device != "cpu" or not method.reference_queries):
@@ -110,7 +111,7 @@ def why_function(path: Path | None, op: str, method: Method, device: str = "cpu"
 
 
 def implementations(manifest: Manifest, device: str | None = None) -> dict[str, Implementation]:
-    """Return how this machine runs an artifact's VoteAttention and MergeCache: natively or as ONNX functions."""
+    """Return how this machine runs VoteAttention and MergeCache in an artifact: natively or as ONNX functions."""
     from kvexport.backends.onnxruntime import section
 
     recipe = manifest.recipe
@@ -132,9 +133,9 @@ def implementations(manifest: Manifest, device: str | None = None) -> dict[str, 
 
 
 def _why_no_layer(path: Path, op: str, manifest: Manifest) -> str | None:
-    """Return why the native library has no kernel of operator `op` for one of the model's layers, or None if it has.
+    """Return why a native library has no kernel of `op` for one of the model's layers; None if it has.
 
-    A library without such limits does not export the function that checks them.
+    A library without limits for layers does not export the function that checks them.
     """
     if not _has(path, "kvexport_attention_problem"):
         return None
@@ -154,7 +155,7 @@ def _why_no_layer(path: Path, op: str, manifest: Manifest) -> str | None:
 
 @cache
 def loaded(path: Path) -> ctypes.CDLL:
-    """Load a native operator library with ctypes, after a check that it was built for this version of the operators."""
+    """Load a native operator library, after a check that it was built for this version of kvexport's operators."""
     if libraries.is_cut_off(path):
         raise _refused(path, f"{path} is damaged: its end is missing")
     try:

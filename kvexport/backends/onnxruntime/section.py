@@ -28,18 +28,18 @@ class Section(RecipeSection):
 
 
 def on_gpu(values: Mapping[str, Any]) -> bool:
-    """Return whether the keys of a section `backend:` name a GPU."""
+    """Return whether a recipe's section `backend:` chooses a GPU."""
     return bool(values.get("device") == "cuda")
 
 
 def of(recipe: Recipe) -> Section:
-    """Return the keys of a recipe's section `backend:` that configure ONNX Runtime."""
+    """Return a recipe's section `backend:` with ONNX Runtime's keys."""
     assert isinstance(recipe.backend, Section)
     return recipe.backend
 
 
 def device_settings(device: str) -> list[str]:
-    """Return the setting of the device; auto is cuda where this machine has one that runs."""
+    """Return the setting for `kvexport build --device`; auto means cuda if cuda runs on this machine, else cpu."""
     from kvexport.backends.onnxruntime import devices
 
     chosen = ("cpu" if devices.problems("cuda") else "cuda") if device == "auto" else device

@@ -30,19 +30,19 @@ def open_session(
     Args:
         path: The file of the ONNX graph.
         threads: The number of threads; 0 for ONNX Runtime's own choice.
-        operators: The library of native operators to register, or None to run functions.
+        operators: The library of native operators to register, or None to run their ONNX functions.
         device: The device: cpu or cuda.
         graphs: Whether the session captures CUDA graphs.
-        model: The bytes of another ONNX graph to run over the weights of the one at `path`.
-        float_input: Whether packed weights are multiplied with unrounded inputs; needs the package onnx.
-        stream: The CUDA stream of the session's runs; None for a stream of its own.
+        model: The bytes of another ONNX graph to run over the weights of the graph at `path`.
+        float_input: Whether packed weights are multiplied with unrounded inputs; this needs the package onnx.
+        stream: The CUDA stream of the session's runs; None for a stream of the session's own.
     """
     import onnxruntime as ort
 
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    # Threads that spin after a run would slow the threads of the other session.
+    # Threads that spin after a run of one session would slow the threads of another session.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     if operators is not None:
         options.register_custom_ops_library(str(operators))
@@ -61,8 +61,8 @@ def open_session(
                 raise
             raise _unusable(path, f"ONNX Runtime does not open it: {first_line(error)}") from error
     load_cuda_libraries(ort)
-    # Without TF32, so that products of a float32 model are computed in float32. By default an arena that is too small
-    # grows to twice its size.
+    # TF32 is off, so that matrix products of a float32 model are computed in float32. Without the arena's strategy, a
+    # memory arena that is too small would grow to twice its size.
     settings = {"device_id": "0", "use_tf32": "0", "enable_cuda_graph": str(int(graphs))}
     settings["arena_extend_strategy"] = "kSameAsRequested"
     if stream is not None:
@@ -86,9 +86,9 @@ def open_session(
 
 
 def require_interface(session: Any, path: Path, plan: CachePlan, others: Mapping[str, tuple[int, ...] | None]) -> None:
-    """Check that an ONNX graph takes and returns exactly the state tensors of the cache plan, in its shapes.
+    """Check that an ONNX graph takes and returns exactly the state tensors of the cache plan, in their shapes.
 
-    Buffers of the plan's size are bound to the graph, so other shapes would write beyond them.
+    Buffers of the plan's size are bound to the ONNX graph, so a graph with other shapes would write beyond them.
     """
     shapes = {name: layer.shapes(1)[kind] for name, _, layer, kind in plan.state_names()}
     present = {name: present for name, present, *_ in plan.state_names()}
@@ -136,5 +136,5 @@ def _unusable(path: Path, problem: str) -> ArtifactError:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an exception's message; the name of its class if the message is empty."""
+    """Return the first line of an exception's message; the name of the exception's class if the message is empty."""
     return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,4 +1,4 @@
-"""The CUDA stream in which a model's sessions run, so that the host need not wait between two runs."""
+"""The CUDA stream in which a model's ONNX Runtime sessions run, so that the host need not wait between two runs."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 
 
 class HostStream:
-    address: int | None = None  # none; see `CudaStream`
+    address: int | None = None  # of a CUDA stream; None without a GPU
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that waits for all runs enqueued so far: it does nothing."""
+        """Return a function that does nothing, because runs without a GPU have ended when they return."""
         return _nothing
 
     def wait(self) -> None:
-        """Wait for all runs of the stream: nothing to do."""
+        """Do nothing, because runs without a GPU have ended when they return."""
 
 
 class CudaStream(HostStream):
-    """A CUDA stream: its runs are enqueued, and execute one after another.
+    """A CUDA stream whose runs are enqueued and execute one after another.
 
-    It stays for the rest of the process, because sessions need it until they end.
+    The stream stays until the process ends, because ONNX Runtime sessions need it until they end.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class CudaStream(HostStream):
         self.address = self._stream.value
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that waits for all runs enqueued so far, but not for later ones. Call it once."""
+        """Return a function that waits for all runs enqueued so far, but not for later ones; it may be called once."""
         if self._free:
             event = self._free.pop()
         else:
@@ -68,5 +68,5 @@ def _nothing() -> None:
 
 
 def new_stream(device: str) -> HostStream:
-    """Return a stream for a model's sessions on `device`; one that does nothing if there is no GPU."""
+    """Return the CUDA stream of a model's sessions, or an object that waits for nothing if there is no GPU."""
     return CudaStream() if device == "cuda" and not devices.driver_problem() else HostStream()

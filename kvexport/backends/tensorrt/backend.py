@@ -33,11 +33,10 @@ class TensorRT(Backend):
     prepared = verified | {"tensorrt.log"}
 
     def needs_gpu(self, recipe: Recipe) -> bool:
-        """Return True: TensorRT engines run only on an NVIDIA GPU."""
         return True
 
     def problems(self, recipe: Recipe) -> list[tuple[str, str]]:
-        """Return why this machine cannot run TensorRT engines (no GPU, driver or TensorRT), as (reason, fix) pairs."""
+        """Return why TensorRT engines cannot run on this machine, as (reason, fix) pairs; empty if they can."""
         from kvexport.backends.tensorrt import section
         from kvexport.backends.tensorrt.cuda import Cuda
         from kvexport.backends.tensorrt.environment import import_runtime, require_gpu
@@ -69,7 +68,7 @@ class TensorRT(Backend):
         return EngineBuilder(section.of(recipe).tensorrt).add_engines
 
     def advice(self, recipe: Recipe, cache: CachePlan, weight_bytes: int) -> Mapping[str, str]:
-        """Return the memory of a build on a Jetson, and GPUs without possible engines."""
+        """Return the memory that a build of engines takes on a Jetson, and for which GPUs no engines can be built."""
         from kvexport.backends.gpu_limits import merge_problem
         from kvexport.backends.tensorrt.engines import MOST_SORTED
         from kvexport.backends.tensorrt.environment import build_memory
@@ -81,19 +80,22 @@ class TensorRT(Backend):
         return rows
 
     def operator_problem(self, recipe: Recipe, operator: str) -> tuple[str, str] | None:
-        """Return why TensorRT cannot run experts or recurrent states, and the backend that does; None for others."""
+        """Return why TensorRT cannot run an operator, and the backend that can; None if it can.
+
+        TensorRT runs neither experts nor layers with recurrent states.
+        """
         from kvexport.backends.tensorrt.graphs import REFUSED, refused_operator
 
         return refused_operator(operator) if operator in REFUSED else None
 
     def positive_scales(self, recipe: Recipe) -> bool:
-        """Return True: TensorRT dequantizes weights with positive scales alone."""
+        """Return True, because TensorRT dequantizes only weights whose scales are above 0."""
         return True
 
     def packing_problem(
         self, recipe: Recipe, dtype: str, group: int, *, has_offset: bool, has_table: bool, picked: bool
     ) -> tuple[str, str] | None:
-        """Return why TensorRT cannot run a packed (quantized) weight and the setting that avoids it; None if it can."""
+        """Return why TensorRT cannot run a packed (quantized) weight and the setting that avoids it, or None."""
         from kvexport.backends.tensorrt.weights import BLOCKS, PICKED, TABLE, problem
 
         if picked:
@@ -105,7 +107,6 @@ class TensorRT(Backend):
         return (why, rounding) if why else None
 
     def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> LoadedModel:
-        """Open an artifact's TensorRT engines, ready to run."""
         from kvexport.backends.tensorrt.model import LoadedModel
 
         return LoadedModel(path, manifest)
@@ -122,9 +123,9 @@ class TensorRT(Backend):
         return Runners(decode, prefill, merge)
 
     def diagnose(self) -> Diagnosis:
-        """Return the state of TensorRT and its plugin library on this machine, for `kvexport doctor`.
+        """Return the state of TensorRT's plugin library on this machine, for `kvexport doctor`.
 
-        Whether TensorRT accepts the plugins is only known when engines are built.
+        Whether TensorRT accepts the plugins is known only when engines are built.
         """
         here = {"weights of a TensorRT build": memory} if (memory := environment.most_weights()) else {}
         try:
@@ -143,7 +144,7 @@ class TensorRT(Backend):
         return Diagnosis({"TensorRT plugins": row, **here}, {"tensorrt_plugins": {"problem": why, "fix": fix}})
 
     def describe(self, path: Path, manifest: Manifest) -> Description:
-        """Return the TensorRT version, the GPU and the options that an artifact's engines were built with."""
+        """Return the TensorRT version, the GPU and the options with which an artifact's engines were built."""
         from kvexport.backends.tensorrt.environment import dotted
         from kvexport.backends.tensorrt.record import engine_record
         from kvexport.report.sections import KeyValues

@@ -21,7 +21,7 @@ Copy = tuple[int, int, int]  # target address, source address, bytes
 
 
 class State(Protocol):
-    """The attributes of a `kvexport.backends.tensorrt.model.TensorRTState` that its calls need."""
+    """The attributes of a `kvexport.backends.tensorrt.model.TensorRTState` that the calls of its engines use."""
 
     lanes: int
     plan: CachePlan
@@ -45,7 +45,8 @@ class State(Protocol):
 class Phase:
     """The decoder's calls of one token (decode) or of up to `tokens` tokens (prefill), and their staging memory.
 
-    The staging memory is page-locked. Whole rows of logits are fetched one by one (`Rows`).
+    The staging memory is page-locked. The largest logits of a decode call are copied to the host with it; a whole row
+    of logits is copied only when a caller asks for it (`Rows.row`).
     """
 
     def __init__(self, backend: State, tokens: int) -> None:
@@ -60,7 +61,7 @@ class Phase:
             pinned=True,
         )
         self.outputs = Arena(self.cuda, {"logits": ((lanes, rows, engines.vocabulary), np.float32)}, pinned=True)
-        self.length = Arena(self.cuda, {"present_length": per_lane})  # unused: the host counts lengths
+        self.length = Arena(self.cuda, {"present_length": per_lane})  # not read: the host counts lengths itself
         self.largest: Arena | None = None
         if tokens == 1 and engines.top_logits is not None:
             shape = (lanes, 1, engines.top_count)
@@ -70,7 +71,7 @@ class Phase:
                 "mass": ((lanes, 1, 1), np.float32),
                 "token": ((lanes, 1), np.int64),
             }
-            found = names(engines.top_logits)  # older plans find no token
+            found = names(engines.top_logits)  # plans of older artifacts do not return a token
             self.largest = Arena(self.cuda, {name: tensors[name] for name in tensors if name in found}, pinned=True)
         self._calls: dict[tuple[int, int] | None, Call] = {}
         self._event = self.cuda.event()
@@ -86,21 +87,20 @@ class Phase:
         return rows
 
     def top_logits(self, lane: int) -> TopLogits | None:
-        """Return the largest logits of a lane with their token ids; see `Rows.top_logits`."""
         if self.largest is None:
             return None
         values, ids, mass = (self.largest.array(name)[lane, 0] for name in ("values", "ids", "mass"))
         return TopLogits(ids, values, float(mass[0]), self.backend.engines.vocabulary)
 
     def row(self, lane: int) -> NDArray[np.float32]:
-        """Return all logits [vocabulary] of a lane, in host memory; see `Rows.row`."""
+        """Return all logits [vocabulary] of a batch lane, copied from the GPU to host memory."""
         row: NDArray[np.float32] = self.outputs.array("logits")[lane, 0]
         self.cuda.copy(row.ctypes.data, self.outputs.pointer("logits") + lane * row.nbytes, row.nbytes, self.stream)
         self.cuda.synchronize(self.stream)
         return row
 
     def logits(self, count: int, width: int) -> NDArray[np.float32]:
-        """Return the logits [count, 1 or width, vocabulary] of the last decoder call; the next call overwrites them."""
+        """Return the logits [count, 1 or width, vocabulary] of the last decoder call; later calls overwrite them."""
         rows = width if self.backend.engines.all_logits else 1
         logits = self.outputs.array("logits", (count, rows, self.backend.engines.vocabulary))
         self.cuda.copy(logits.ctypes.data, self.outputs.pointer("logits"), logits.nbytes, self.stream)
@@ -114,10 +114,13 @@ class Phase:
         past_length: NDArray[np.int64],
         first: int,
     ) -> None:
-        """Enqueue a decoder call for n batch lanes; wait for its end before `inputs` is written again."""
+        """Enqueue a decoder call for n batch lanes; wait for the call's end before `inputs` is written again.
+
+        If `input_ids` is another `Phase`, the call's tokens are those of the largest logits of that phase's last call.
+        """
         leader = input_ids if isinstance(input_ids, Phase) else None
         count, width = query_length.shape if isinstance(input_ids, Phase) else input_ids.shape
-        # The shapes of prompts change, and streamed weights are copied outside of the stream.
+        # A CUDA graph is of no use for prompts, whose shapes change. Streamed weights are copied outside of the stream.
         repeats = self.tokens == 1 and not self.backend.engines.streams_weights and is_captured(first, first + count)
         key = (first, count) if repeats else None
         if key not in self._calls:
@@ -133,11 +136,11 @@ class Phase:
 
 
 class Call:
-    """The execution contexts of a decoder call, and their bindings to some batch lanes.
+    """The execution contexts of a decoder call, bound to some batch lanes.
 
-    A repeated decode call is one CUDA graph of its copies and engine runs, with those for the largest logits. Each call
-    has its own contexts, because a CUDA graph requires that the shapes of its contexts do not change. After a change of
-    the number of lanes, earlier CUDA graphs therefore remain valid.
+    A repeated decode call is one CUDA graph. It contains the copies, the run of the decoder engine, and the run of the
+    engine that finds the largest logits. Each call has its own execution contexts, because the shapes of a context must
+    not change while a CUDA graph uses it. CUDA graphs for other numbers of lanes therefore stay valid.
     """
 
     def __init__(self, phase: Phase, profile: int) -> None:
@@ -151,7 +154,7 @@ class Call:
         self._bound = (0, 0, 0)  # tokens, first lane, lanes
         self._before: list[Copy] = []
         self._after: list[Copy] = []
-        # Calls with the host's tokens, and calls with tokens of the call before.
+        # Calls with tokens from the host, and calls with tokens that the call before left on the GPU.
         self._replays = [engines.replay(phase.stream, "decode") for _ in range(2)]
 
     def run(self, width: int, first: int, count: int, *, replayed: bool, leader: Phase | None) -> None:
@@ -175,7 +178,7 @@ class Call:
             self.context, backend.names, first, count, width=width, kind="decoder"
         )
         if backend.spare is not None and not backend.engines.overwritten["decoder"] and count == backend.lanes:
-            # The spare memory then has all tensors, in the order of the state's.
+            # The spare memory then has all state tensors, in the order of the state's own memory.
             self._after = [(backend.state.device, backend.spare.device, backend.state.nbytes)]
         self._bound = (width, first, count)
 
@@ -197,10 +200,10 @@ class Call:
 
 
 class Merge:
-    """The merge engine, which compresses the KV caches of some batch lanes to their budgets.
+    """The merge engine, which compresses the KV caches of some batch lanes to their budgets of slots.
 
-    It has its own execution context, because a CUDA graph requires that the shapes of its context do not change. The
-    CUDA graph of its copies and its run is kept while the lanes stay the same.
+    It has its own execution context, because the shapes of a context must not change while a CUDA graph uses it. The
+    CUDA graph of a merge (copies and engine run) is kept while the lanes stay the same.
     """
 
     def __init__(self, backend: State) -> None:
@@ -214,7 +217,7 @@ class Merge:
         self._replay = engines.replay(backend.stream, "merging")
 
     def run(self, first: int, last: int) -> None:
-        """Enqueue the compression (merge) of the KV caches of lanes first <= lane < last."""
+        """Enqueue the merge (compression) of the KV caches of batch lanes first <= lane < last."""
         if (first, last) != self._bound:
             backend = self.backend
             self._before, self._after = backend.bind_lanes(

@@ -15,8 +15,8 @@ from kvexport.backends.sections import default
 from kvexport.backends.tensorrt.environment import INSTALL, Gpu
 from kvexport.errors import EnvironmentProblem, KvexportError
 
-ALIGNMENT = 256  # bytes, of every address that TensorRT is given
-# CUDA's own messages for these errors do not name the fix.
+ALIGNMENT = 256  # bytes; every address that TensorRT is given is a multiple of it
+# CUDA's own messages for these errors do not say what the user can do.
 _LACKS = {
     "cudaErrorNoDevice": (
         "there is no NVIDIA GPU",
@@ -34,9 +34,9 @@ _LACKS = {
 
 
 class Cuda:
-    """Wrapper of the CUDA runtime that raises EnvironmentProblem for its errors.
+    """Wrapper of the CUDA runtime that raises EnvironmentProblem for CUDA's errors.
 
-    Streams and CUDA graphs are objects of cuda-bindings.
+    Streams and CUDA graphs are objects of the package cuda-bindings.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Cuda:
         self.call("cudaMemsetAsync", target, 0, count, stream)
 
     def capture(self, enqueue: Callable[[], None], stream: Any) -> Any:
-        """Capture the work that `enqueue` puts into `stream`, and return it as a CUDA graph that is ready to launch.
+        """Capture the work that `enqueue` puts into `stream`, and return a CUDA graph that is ready to launch.
 
         The work itself does not run.
         """
@@ -108,11 +108,11 @@ class Cuda:
 
 
 class Replay:
-    """Repeated work of a CUDA stream, which becomes a CUDA graph at its second call.
+    """Repeated work of a CUDA stream, which is replayed as a CUDA graph from its second call on.
 
-    The first call enqueues the work directly, because it may do things that a CUDA graph cannot contain. The second
-    call captures it, and every later call launches the CUDA graph. If the capture fails, `warn` receives the reason and
-    the work is always enqueued directly.
+    The first call enqueues the work directly, because it may contain steps that a CUDA graph cannot contain. The second
+    call captures the work and launches the CUDA graph, as all later calls do. If the capture fails, `warn` receives the
+    reason and all calls enqueue the work directly.
     """
 
     def __init__(self, cuda: Cuda, stream: Any, warn: Callable[[str], None]) -> None:
@@ -121,7 +121,7 @@ class Replay:
         self._calls = 0
 
     def __call__(self, enqueue: Callable[[], None]) -> None:
-        """Run the work directly or by its CUDA graph; `enqueue` must put the same work into the stream each time."""
+        """Run the work directly or as a CUDA graph; `enqueue` must put the same work into the stream each time."""
         if self._calls == 1:
             try:
                 self._graph = self._cuda.capture(enqueue, self._stream)
@@ -136,7 +136,7 @@ class Replay:
 
 
 class Arena:
-    """Named tensors in one GPU allocation, each at a multiple of 256 bytes, with an optional pinned host copy."""
+    """Named tensors in one GPU allocation, each at a multiple of 256 bytes, with an optional page-locked host copy."""
 
     def __init__(self, cuda: Cuda, tensors: Mapping[str, tuple[tuple[int, ...], Any]], *, pinned: bool = False) -> None:
         self._cuda = cuda
@@ -169,7 +169,7 @@ class Arena:
         return self.host[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
     def upload(self, stream: Any, *, begin: str | None = None) -> None:
-        """Enqueue a transfer of all tensors, or of `begin` and those after it, from their host copy to the GPU."""
+        """Enqueue a copy of tensors from the host to the GPU: all tensors, or those from `begin` on."""
         assert self.host is not None
         start = 0 if begin is None else self._layout[begin][0]
         self._cuda.copy(self.device + start, self.host.ctypes.data + start, self.nbytes - start, stream)

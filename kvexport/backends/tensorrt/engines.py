@@ -1,8 +1,8 @@
-"""The build of an artifact's TensorRT engines, decoder.plan and merge.plan, from its ONNX graphs.
+"""The build of an artifact's TensorRT engines (decoder.plan, merge.plan, top_logits.plan) from its ONNX graphs.
 
 By default a plan runs only with the TensorRT version and the kind of GPU that built it, so it is built on the machine
-that will run it. Kernel timings are stored for later builds under ``$XDG_CACHE_HOME/kvexport``. TensorRT's log becomes
-the artifact's tensorrt.log.
+that will run it. Kernel timings are stored under ``$XDG_CACHE_HOME/kvexport`` for later builds. TensorRT's log becomes
+the artifact's file tensorrt.log.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from kvexport.terminal import Progress
 
 LOG = "tensorrt.log"
 PLANS = {"decoder": "decoder.plan", "merge": "merge.plan", "top_logits": "top_logits.plan"}
-DECODE, PREFILL = 0, 1  # the decoder's optimization profiles
+DECODE, PREFILL = 0, 1  # indices of the decoder's optimization profiles
 MOST_SORTED = 3839  # elements of an axis that TensorRT's TopK sorts
 
 
 @dataclass(frozen=True)
 class Profile:
-    """An optimization profile: the smallest, usual and largest numbers of sequences and of their tokens in one call."""
+    """A TensorRT optimization profile: the smallest, usual and largest numbers of sequences and of tokens in a call."""
 
     batch: tuple[int, int, int]
     tokens: tuple[int, int, int] = (1, 1, 1)
@@ -50,9 +50,10 @@ class Profile:
 def profiles(kind: str, limits: Limits) -> list[Profile]:
     """Return the TensorRT optimization profiles (ranges of input shapes) of an ONNX graph.
 
-    The decoder has DECODE and, if a call may have more than one token, PREFILL, and last, if a call may have more than
-    one sequence, one for a token of a single sequence. The merge has one, which is tuned for a single sequence. The top
-    logits have one like DECODE.
+    The decoder has up to three profiles in this order: DECODE for one token of several sequences, PREFILL if a call may
+    have more than one token, and, if a call may have more than one sequence, a profile for one token of a single
+    sequence. The merge graph has one profile, which is tuned for a single sequence. The graph of the largest logits has
+    one profile, equal to DECODE.
     """
     most, chunk = limits.max_batch, limits.prefill_chunk
     if kind == "merge":
@@ -69,7 +70,7 @@ def single_profile(limits: Limits, count: int) -> int:
 
 
 class EngineBuilder:
-    """A builder of TensorRT engines, with the GPU and, if the options ask for them, the plugins.
+    """A builder of TensorRT engines for this machine's GPU, with kvexport's plugins if the recipe asks for them.
 
     A build creates it before all other work, so that missing requirements are reported at once.
     """
@@ -94,7 +95,7 @@ class EngineBuilder:
     def add_engines(
         self, folder: Path, manifest: Manifest, progress: Callable[[str, int | None], Progress]
     ) -> Manifest:
-        """Build TensorRT engines from a staged artifact's ONNX graphs, and return its manifest with their record."""
+        """Build TensorRT engines from a staged artifact's ONNX graphs; return the manifest with their record."""
         state, vocabulary = manifest.cache, manifest.model.vocabulary
         weights = [*folder.glob("*.weights")]
         require_build_memory(sum(file.stat().st_size for file in weights))
@@ -129,9 +130,9 @@ class EngineBuilder:
         return replace(manifest, operators=operators, engines={**manifest.engines, NAME: record.to_json()})
 
     def _converted(self, folder: Path, manifest: Manifest) -> list[tuple[str, str, Any, dict[str, str]]]:
-        """Return every ONNX graph for TensorRT's parser: its kind, its file, the graph, and why nodes are not plugins.
+        """Return every ONNX graph for TensorRT's parser: kind, file, graph, and why nodes are not plugins.
 
-        All graphs are converted and checked before the first engine is built, which takes minutes.
+        All graphs are converted and checked before the first engine is built, because a build takes minutes.
         """
         import onnx
 
@@ -163,7 +164,6 @@ class EngineBuilder:
         plugin: Path | None,
         task: Any,
     ) -> memoryview:
-        """Build the TensorRT engine of one ONNX graph, and return its serialized plan."""
         trt = self.trt
         builder = trt.Builder(self.log)
         network = builder.create_network(0)  # strongly typed, like every network of TensorRT 11
@@ -217,12 +217,12 @@ class EngineBuilder:
             config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
 
     def _errors(self) -> str:
-        """Return TensorRT's last error messages as text; the first of them is the cause."""
+        """Return TensorRT's last error messages as one text."""
         return "; ".join(self.log.errors[-3:]) or "no reason given"
 
 
 def require_sortable(state: CachePlan, why: str) -> None:
-    """Check that TensorRT can merge the caches by MergeCache's ONNX function, which sorts all slots of a cache."""
+    """Check that TensorRT can merge KV caches by MergeCache's ONNX function, which sorts all slots of a KV head."""
     for i, cache in enumerate(state.caches):
         slots = max(cache.capacity)
         if cache.merges and slots > MOST_SORTED:
@@ -251,7 +251,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def _timing_cache(config: Any, owner: str) -> Iterator[None]:
-    """Let a build use the kernel timings of earlier builds for the same GPU and TensorRT, and store new timings.
+    """Let a build of engines use kernel timings of earlier builds for the same GPU and TensorRT, and store new ones.
 
     A build also succeeds without stored timings.
     """
@@ -271,9 +271,9 @@ def _timing_cache(config: Any, owner: str) -> Iterator[None]:
 
 @contextmanager
 def _interrupting(monitor: Any) -> Iterator[None]:
-    """Make Ctrl-C ask TensorRT to stop its build, while this context manager is active.
+    """Make Ctrl-C ask TensorRT to stop its build while this context is active.
 
-    An exception in one of TensorRT's callbacks would end the process.
+    An exception in one of TensorRT's callbacks, which Ctrl-C would raise otherwise, would end the process.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

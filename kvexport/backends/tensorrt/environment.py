@@ -1,4 +1,4 @@
-"""Checks of TensorRT and the GPU before their use, because TensorRT crashes without a driver."""
+"""Checks of TensorRT and the GPU before TensorRT is used, because TensorRT crashes without a GPU driver."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from kvexport.errors import EnvironmentProblem
 from kvexport.machine import machine_memory, require_memory
 from kvexport.units import format_bytes
 
-OLDEST = (11,)  # the oldest TensorRT: strongly typed networks only, int64, the operators of opset 23
+OLDEST = (11,)  # the oldest TensorRT that works: strongly typed networks only, int64, the operators of opset 23
 OLDEST_GPU = (7, 5)  # the oldest GPU that every TensorRT 11 supports
 INSTALL = "pip install 'kvexport[tensorrt]', or use the image of docker/tensorrt.Dockerfile"
-JETSON = Path("/etc/nv_tegra_release")  # JetPack's file, on every Jetson
+JETSON = Path("/etc/nv_tegra_release")  # a file that JetPack puts on every Jetson
 INSTALL_JETSON = "JetPack 7.2.2 or newer, which has TensorRT 11 (JetPack 6 has TensorRT 10), or another --backend"
-# How many copies of the weights are in memory during a build that shares it with the GPU: those of the ONNX graph, of
-# the engine and of the plan, and one more while the plan is written. By their sizes; no build was measured.
+# The least and the most copies of the weights in memory during a build of engines, where CPU and GPU share memory:
+# those of the ONNX graph, the engine and the plan, and one more while the plan is written. The numbers are derived from
+# sizes; no build was measured.
 BUILD_TIMES = (3, 4)
 PACK = "--set weights.bits=4 --set weights.group=128"
 REBUILD = "kvexport build --from ARTIFACT --backend tensorrt, on the machine that is to run it"
@@ -35,12 +36,12 @@ class Gpu:
 
 
 def dotted(numbers: tuple[int, ...]) -> str:
-    """Return numbers in the form of a version: (9, 0) becomes "9.0"."""
+    """Return a version as text from its numbers: (9, 0) becomes "9.0"."""
     return ".".join(map(str, numbers))
 
 
 def version_of(text: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: "11.4.0.106+cuda13" becomes (11, 4, 0, 106)."""
+    """Return the leading numbers of a version's text: "11.4.0.106+cuda13" becomes (11, 4, 0, 106)."""
     numbers = re.match(r"\d+(\.\d+)*", text)
     return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
@@ -69,19 +70,19 @@ def import_runtime(*, version_compatible: bool) -> Any:
 
 
 def install() -> str:
-    """Return the line that installs TensorRT on this machine; a Jetson needs the TensorRT of its JetPack."""
+    """Return the command that installs TensorRT on this machine; a Jetson needs the TensorRT of its JetPack."""
     return INSTALL_JETSON if JETSON.exists() else INSTALL
 
 
 def build_memory(weight_bytes: int, *, packed: bool) -> str:
-    """Return a text with the memory that a build of engines takes on a machine whose CPU and GPU share memory."""
+    """Return a text with the memory that a build of TensorRT engines takes if the CPU and the GPU share memory."""
     least, most = (format_bytes(times * weight_bytes) for times in BUILD_TIMES)
     smaller = "" if packed else f"; 16-bit weights take a quarter of it with {PACK}"
     return f"about {least} to {most} of its memory, {BUILD_TIMES[0]} to {BUILD_TIMES[1]} times the weights{smaller}"
 
 
 def most_weights() -> str:
-    """Return a text with the largest weights for which this Jetson can build engines; "" on other machines."""
+    """Return a text with the largest weights for which this Jetson can build TensorRT engines; "" on other machines."""
     memory, _ = machine_memory()
     if not JETSON.exists() or not memory:
         return ""
@@ -90,7 +91,7 @@ def most_weights() -> str:
 
 
 def require_build_memory(weight_bytes: int) -> None:
-    """Check that an engine and its plan fit into the memory of a Jetson, before TensorRT builds them for minutes."""
+    """Check that a TensorRT engine and its plan fit into a Jetson's memory, before a build that takes minutes."""
     if JETSON.exists():
         require_memory(2 * weight_bytes, "an engine with its plan", f"{PACK}, at the export on another machine")
 

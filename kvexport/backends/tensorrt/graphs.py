@@ -1,9 +1,9 @@
 """The conversion of an artifact's ONNX graphs for TensorRT's parser.
 
-The parser distinguishes functions only by name, so the first of several overloads would replace all others. It also
-fixes every shape before it knows a value. The conversion therefore removes the functions of nodes that a plugin
-supports, and inlines all other functions. Linear nodes are inlined, because TensorRT fuses matrix products with the
-nodes that dequantize their weights, and with their neighbours, itself.
+The parser tells ONNX functions apart only by name, so the first of several overloads would replace the others. It also
+fixes every shape before it knows a value. The conversion therefore removes the functions of nodes that a plugin runs,
+and inlines all other functions. Linear nodes are inlined, because TensorRT itself fuses a matrix product with the
+dequantization of its weight and with neighbouring nodes.
 """
 
 from __future__ import annotations
@@ -19,20 +19,24 @@ from kvexport.errors import KvexportError
 if TYPE_CHECKING:
     import onnx
 
-# The name of a field of every plugin (plugins/bindings/tensorrt/tensors.h).
+# The name of a field that every TensorRT plugin of kvexport has (plugins/bindings/tensorrt/tensors.h).
 ALIAS_STATE = "alias_state"
-# The beginning of the name of the function of equal KV heads that MergeCache's functions call, and values in it: the
-# evicted rows, and their largest number, which is capacity - budget.
+# The start of the name of an ONNX function that MergeCache's functions call to merge KV heads with equal capacities and
+# budgets, and two values in it: the evicted rows, and their largest number, which is capacity - budget.
 HEADS_MERGE = "HeadsMergeCache_"
 EVICTED, MOST_EVICTED = "evicted_rows", "kv_rest"
-# Operators that TensorRT cannot run: it has no scatter that adds, and would run a recurrence token by token.
+# Operators that TensorRT cannot run: it has no scatter that adds (for Experts), and would run a recurrence
+# (LinearAttention) token by token.
 REFUSED = {"Experts": "a mixture of experts", "LinearAttention": "layers with recurrent states"}
 
 
 def for_tensorrt(
     model: onnx.ModelProto, refusal: Callable[[onnx.NodeProto], str | None], *, alias_state: bool = False
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
-    """Convert an ONNX graph for TensorRT's parser, and return for each operator why it does not run as a plugin."""
+    """Return an ONNX graph converted for TensorRT's parser, and for each operator why it is no plugin.
+
+    The reason is "" for an operator that runs as a plugin.
+    """
     import onnx
     from onnx import inliner
 
@@ -53,7 +57,7 @@ def for_tensorrt(
             continue
         node.attribute.append(onnx.helper.make_attribute(ALIAS_STATE, int(alias_state)))
         copy.graph.node[i].CopyFrom(node)
-    # A node keeps its overload until now: another node may have the function without an overload.
+    # Nodes keep their overload until the functions are inlined: another node may have the function without an overload.
     seen = inliner.inline_local_functions(copy)
     for node in seen.graph.node:
         if node.domain == NAMESPACE:
@@ -70,15 +74,15 @@ def _plugin_node(node: onnx.NodeProto) -> onnx.NodeProto:
 
     plugin = onnx.NodeProto()
     plugin.CopyFrom(node)
-    plugin.input[:] = [name for name in node.input if name]  # only the last input, the sink logits, may be left out
+    plugin.input[:] = [name for name in node.input if name]  # only the last input, the sink logits, may be missing
     return plugin
 
 
 def with_static_rows(function: onnx.FunctionProto) -> onnx.FunctionProto:
-    """Return the ONNX function of a merge of equal KV heads with a fixed number of evicted rows, which is the slack.
+    """Return the ONNX function that merges KV heads of equal size with a fixed number of evicted rows: the slack.
 
-    The rows are those of `kvexport.ops.merge_cache.rows_of`. If fewer slots are over the budget, the other evicted rows
-    are empty slots. The result is therefore the same, but no shape depends on values.
+    The rows are those of `kvexport.ops.merge_cache.rows_of`. If fewer slots are over the budget, the remaining evicted
+    rows are empty slots. The result is therefore the same, but no shape depends on values.
     """
     import onnx
 
@@ -112,9 +116,6 @@ def refused_operator(op_type: str) -> tuple[str, str]:
 
 
 def operators_of(whys: Mapping[str, str], has_merge: bool) -> dict[str, str | None]:
-    """Return by operator how TensorRT runs it, for the manifest.
-
-    MergeCache is None if the artifact merges nothing.
-    """
+    """Return how TensorRT runs each operator, for the manifest; None for MergeCache if no KV cache is merged."""
     result: dict[str, str | None] = {name: "function" if whys.get(name) else "plugin" for name in CACHE_OPERATORS}
     return result if has_merge else {**result, "MergeCache": None}

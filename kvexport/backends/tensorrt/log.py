@@ -1,6 +1,6 @@
 """Classes that receive TensorRT's log messages and build progress.
 
-Both classes derive from TensorRT's own, so they are defined after its import.
+The classes derive from TensorRT's own classes, so they are defined after TensorRT is imported.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from typing import Any
 
 from kvexport.terminal import Task
 
-STEPS = 1000  # the total of a monitor's advances
+STEPS = 1000  # the number to which a progress bar of a build counts
 
 
 def make_log(trt: Any) -> Any:
     """Return a `tensorrt.ILogger` that collects TensorRT's messages in lists.
 
-    `lines` has all messages that are not verbose, and `errors` the errors.
+    Its attribute `lines` has all messages that are not verbose, its attribute `errors` only the errors.
     """
     severities = trt.ILogger.Severity
 
@@ -38,7 +38,7 @@ def make_log(trt: Any) -> Any:
 def make_monitor(trt: Any, task: Task) -> Any:
     """Return a `tensorrt.IProgressMonitor` that advances the progress bar `task` to `STEPS`.
 
-    The monitor stops the build if its attribute `interrupted` is set to true.
+    The monitor stops TensorRT's build if its attribute `interrupted` is set to true.
     """
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]

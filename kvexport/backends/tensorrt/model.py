@@ -1,7 +1,8 @@
 """A model on TensorRT engines, with its KV caches on the GPU.
 
-If a plugin updates a state tensor, past and present have one address. If several nodes update it, present has another
-address and is copied back, because TensorRT may run the nodes in any order.
+If one plugin updates a state tensor, its input (past) and output (present) have the same address. If several nodes of
+an engine update the tensor, present has another address and is copied back after the run, because TensorRT may run the
+nodes in any order.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvexport.plan.cache import CachePlan
 
 
 class LoadedModel(Plans):
-    """The TensorRT engines of one exported model, for any number of states of KV caches."""
+    """The TensorRT engines of one exported model, for any number of states (batches of KV caches)."""
 
     in_host_memory = False
 
@@ -50,11 +51,12 @@ class TensorRTState(ModelState):
         self.runs_ahead = engines.top_logits is not None and "token" in names(engines.top_logits)
         self._tensors = tensors
         self._phases: dict[tuple[bool, int], Phase] = {}  # by whether a call has one token, and by turn
-        self._latest = (0, np.zeros((lanes, 1), np.int64), 0)  # first lane, lengths, turn of the latest call to follow
+        self._latest = (0, np.zeros((lanes, 1), np.int64), 0)  # of the latest decode call: first lane, lengths, turn
         self._merges: dict[tuple[int, int] | None, Merge] = {}
-        # Engines run one after another in the stream, so all execution contexts share one piece of scratch memory.
+        # The engines run one after another in the stream, so all execution contexts share one piece of scratch memory.
         self.scratch = Arena(self.cuda, {"memory": ((engines.memory_size,), np.uint8)})
-        # Memory for present tensors that must not overwrite past, and for lanes whose address is not aligned.
+        # Memory for outputs (present) that must not overwrite inputs (past), and for lanes whose address is not
+        # aligned.
         kept = [name for name in tensors if name not in engines.overwritten["decoder"]]
         if engines.merge is not None:
             merged = set(names(engines.merge)) - engines.overwritten["merge"]
@@ -65,7 +67,7 @@ class TensorRTState(ModelState):
         self.clear(0, lanes)
 
     def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
-        """Empty the KV caches of lanes first <= lane < last by zeroing them; an all-zero state is an empty cache."""
+        """Empty the KV caches of batch lanes first <= lane < last; a state of zeros is an empty KV cache."""
         if last - first == self.lanes:
             self.cuda.clear(self.state.device, self.state.nbytes, self.stream)
         else:
@@ -75,16 +77,16 @@ class TensorRTState(ModelState):
         self.past_length[first:last] = 0
 
     def share(self, name: str, first: int, count: int) -> tuple[int, int]:
-        """Return the GPU address and the size in bytes of `count` batch lanes of a state tensor."""
         share = self.state.size(name) // self.lanes
         return self.state.pointer(name) + first * share, count * share
 
     def bind_lanes(
         self, context: Any, names: list[tuple[str, str]], first: int, count: int, *, width: int, kind: str
     ) -> tuple[list[Copy], list[Copy]]:
-        """Bind the state tensors of some batch lanes to a TensorRT execution context.
+        """Bind the state tensors of some batch lanes to a TensorRT execution context; return the copies it needs.
 
-        Lanes are copied if their address is not aligned, or if the run must not overwrite them.
+        The copies, before and after the engine's run, are for lanes whose address is not aligned, and for tensors that
+        the run must not overwrite.
         """
         before, after = [], []
         for name, present in names:
@@ -105,27 +107,22 @@ class TensorRTState(ModelState):
         return before, after
 
     def enqueue(self, copies: list[Copy]) -> None:
-        """Enqueue copies between GPU addresses on the CUDA stream of the engines."""
         for target, source, size in copies:
             self.cuda.copy(target, source, size, self.stream)
 
     def decode(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
     ) -> NDArray[np.float32]:
-        """Append tokens to the sequences of batch lanes and return logits; see `LaneState.decode`."""
         return self._run(input_ids, query_length, first).logits(*input_ids.shape)
 
     def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Rows:
-        """Append one token to each batch lane's sequence and leave the logits on the GPU; see `ModelState.step`."""
         return self.begin(input_ids, query_length, first)()
 
     def begin(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Pending:
-        """Begin a `step`, and return a function that waits for its rows; see `ModelState.begin`."""
         self._latest = first, query_length.copy(), 0
         return self._run(input_ids, query_length, first).mark()
 
     def follow(self) -> Pending:
-        """Begin the call after the latest one, with the tokens of its largest logits; see `ModelState.follow`."""
         first, query_length, turn = self._latest
         self._latest = first, query_length, 1 - turn
         return self._run(None, query_length, first, 1 - turn).mark()
@@ -147,14 +144,12 @@ class TensorRTState(ModelState):
         return self._phases[key]
 
     def merge(self, first: int, last: int) -> None:
-        """Compress the KV cache of each lane first <= lane < last to its budget of slots; see `LaneState.merge`."""
         key = (first, last) if is_captured(first, last) else None
         if key not in self._merges:
             self._merges[key] = Merge(self)
         self._merges[key].run(first, last)
 
     def grown(self, lanes: int) -> TensorRTState:
-        """Return a state with more batch lanes, the first of which are copies of these; see `ModelState.grown`."""
         larger = TensorRTState(self.engines, self.plan, lanes)
         self.cuda.synchronize(self.stream)
         for name, _ in self.names:
@@ -165,7 +160,6 @@ class TensorRTState(ModelState):
         return larger
 
     def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
-        """Return copies of one lane's state tensors in host memory; see `ModelState.read`."""
 
         def whole(name: str) -> NDArray[Any]:
             shape, dtype = self._tensors[name]
@@ -178,7 +172,6 @@ class TensorRTState(ModelState):
         return read_used(self.plan, whole, names)
 
     def write(self, lane: int, state: Mapping[str, NDArray[Any]], past_length: int | None = None) -> None:
-        """Overwrite one lane's state tensors with saved ones; see `ModelState.write`."""
         places, arrays = slot_places(self.plan), []
         for name, values in state.items():
             shape, dtype = self._tensors[name]
@@ -192,19 +185,17 @@ class TensorRTState(ModelState):
             self.past_length[lane] = past_length
 
     def rollback(self, lane: int, count: int) -> None:
-        """Remove the last `count` tokens from one lane's KV cache; see `ModelState.rollback`."""
         left = int(self.past_length[lane, 0]) - count
         self.write(lane, without_last(self.plan, self.read(lane, votes_names(self.plan)), count), left)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy the state tensors of one batch lane over those of another; see `ModelState.copy`."""
         for name, _ in self.names:
             place, size = self.share(name, source, 1)
             self.cuda.copy(self.share(name, target, 1)[0], place, size, self.stream)
         self.past_length[target] = self.past_length[source]
 
     def view(self, lane: int) -> None:
-        """Return None: there are no views of a lane's state in host memory, because the state is on the GPU."""
+        """Return None: the state is on the GPU, so host memory has no view of it."""
 
     def get_state(self) -> dict[str, NDArray[Any]]:
         arrays = {name: np.empty(shape, dtype) for name, (shape, dtype) in self._tensors.items()}
@@ -214,7 +205,6 @@ class TensorRTState(ModelState):
         return arrays
 
     def set_state(self, state: Mapping[str, NDArray[Any]], past_length: NDArray[np.int64]) -> None:
-        """Overwrite the state tensors of the first n batch lanes; see `ModelState.set_state`."""
         arrays = {name: np.ascontiguousarray(array) for name, array in state.items()}
         for name, array in arrays.items():
             self.cuda.copy(self.state.pointer(name), array.ctypes.data, array.nbytes, self.stream)

@@ -19,9 +19,9 @@ from kvexport.plan.cache import LayerStates
 
 
 def overwritten(manifest: Manifest) -> dict[str, frozenset[str]]:
-    """Return by engine the state inputs whose memory may be that of their outputs: those that one plugin updates.
+    """Return the state inputs whose memory an engine may overwrite with the outputs, by engine: those of one plugin.
 
-    A convolution's state is updated by several nodes, which TensorRT may run in any order.
+    The state of a convolution layer is not among them: several nodes update it, which TensorRT may run in any order.
     """
     plugins = {operator for operator, how in manifest.operators.items() if how == "plugin"}
     cache = {past for past, _, layer, _ in manifest.cache.state_names() if not isinstance(layer, LayerStates)}
@@ -32,7 +32,7 @@ def overwritten(manifest: Manifest) -> dict[str, frozenset[str]]:
 
 
 class Plans:
-    """The TensorRT engines of one exported model, deserialized from plan files, with one copy of the weights."""
+    """The TensorRT engines of one exported model, loaded from plan files, with one copy of the weights."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         engines = engine_record(path, manifest)
@@ -52,8 +52,8 @@ class Plans:
         if engines.plugin_version is not None and not options.embed_plugin:
             register(self.trt)
         self._runtime = self.trt.Runtime(self.log)
-        # A version-compatible plan contains a runtime of its own, and perhaps the plugins. This is host code, whose
-        # digest is checked below.
+        # A version-compatible plan contains its own runtime, and perhaps the plugins. Both are code for the host, so
+        # the plan's SHA-256 is checked when it is read.
         self._runtime.engine_host_code_allowed = options.version_compatible
         self.decoder = self._open(path, manifest, engines.decoder)
         self.merge = self._open(path, manifest, engines.merge) if engines.merge else None
@@ -75,7 +75,6 @@ class Plans:
         return max(int(engine.device_memory_size_v2) for engine in opened)
 
     def context(self, engine: Any, profile: int, stream: Any, memory: int) -> Any:
-        """Return a new execution context of a TensorRT engine."""
         context = engine.create_execution_context(self.trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if context is not None:
             context.set_device_memory(memory, engine.device_memory_size_v2)
@@ -92,7 +91,7 @@ class Plans:
             raise KvexportError(f"TensorRT did not run an engine: {self._last_errors()}")
 
     def replay(self, stream: Any, label: str) -> Replay:
-        """Return a wrapper of repeated work of a CUDA stream, which turns the work into a CUDA graph."""
+        """Return a wrapper that replays repeated work of a CUDA stream as a CUDA graph."""
 
         def warn(why: str) -> None:
             self.log.lines.append(f"[WARNING] {label} runs without a CUDA graph: {why}")

@@ -1,6 +1,6 @@
-"""The shared library of the TensorRT plugins of kvexport's operators.
+"""The shared library with the TensorRT plugins of kvexport's operators VoteAttention and MergeCache.
 
-Without the library, or for a node that it does not support, an engine is built from the ONNX function of the node.
+Without the library, or for a node that it does not support, an engine is built from the node's ONNX function.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BUILD = (
 
 
 def library() -> Path | None:
-    """Return the path of the TensorRT plugin library to register, or None if there is none.
+    """Return the path of the TensorRT plugin library to register; None if there is none.
 
     The environment variable KVEXPORT_TENSORRT_PLUGIN names another library, or is ``off``.
     """
@@ -40,10 +40,9 @@ def why_no_library() -> tuple[str, str]:
 
 
 def what_building_lacks() -> str | None:
-    """Return the headers or tool that a build of the TensorRT plugins lacks, with the command that installs them.
+    """Return what a build of the TensorRT plugins lacks (headers or nvcc), with the command that installs it.
 
-    These may be TensorRT's headers, CUDA's headers or nvcc. The result is None if nothing is missing, or there is no
-    checkout to build from.
+    The result is None if nothing is missing, or if there is no checkout of kvexport to build from.
     """
     root = checkout()
     if root is None:
@@ -60,8 +59,8 @@ def register(trt: Any) -> Path | None:
     path = library()
     if path is None:
         raise EnvironmentProblem(*why_no_library())
-    # load_library returns None, without an exception, if it fails and if the library is loaded already. The registry's
-    # contents decide.
+    # load_library returns None, without an exception, both if it fails and if the library is already loaded. The
+    # plugins in the registry decide.
     handle = registry.load_library(str(path.resolve()))
     if missing := _missing(registry):
         others = sorted(
@@ -86,8 +85,8 @@ def _missing(registry: Any) -> list[str]:
 def refusal(trt: Any, node: Any) -> str | None:
     """Return why kvexport's TensorRT plugin cannot run an ONNX node; None if it can.
 
-    To find out, the function asks the registered creator for a plugin with the fields that TensorRT's parser would
-    derive from the node's attributes.
+    The registered creator is asked for a plugin with the fields that TensorRT's parser would derive from the node's
+    attributes. It creates none if the plugin cannot run the node.
     """
     if node.op_type in CACHE_OPERATORS:
         present = [name.rpartition(".")[2] for name in node.output[node.op_type == "VoteAttention" :]]

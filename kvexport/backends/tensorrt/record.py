@@ -1,4 +1,4 @@
-"""The record of TensorRT engines in an artifact's manifest."""
+"""The record of an artifact's TensorRT engines in its manifest."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ class EngineRecord:
     merge: str | None  # file of the merge's plan, or None
     top_logits: str | None = None  # file of the plan that finds the largest logits, or None
     tensorrt: str  # version of TensorRT that built the plans
-    gpu: Gpu  # GPU that they were built for
+    gpu: Gpu  # GPU that the plans were built for
     plugin_version: str | None  # version of the plugins in the plans, or None without plugins
     functions: Mapping[str, str]  # for each operator that runs as its ONNX function, the reason
-    options: TensorRTSection  # recipe's options
+    options: TensorRTSection  # the recipe's section `backend.tensorrt`
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "options": self.options.model_dump(mode="json")}
 
 
 def engine_record(root: Path, manifest: Manifest) -> EngineRecord | None:
-    """Return the record of the TensorRT engines in the artifact folder `root`; None if it has no engines."""
     if NAME not in manifest.engines:
         return None
     place = f"engines.{NAME}"

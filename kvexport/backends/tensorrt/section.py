@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TensorRTSection(RecipeSection):
-    """Schema of the recipe keys `backend.tensorrt`: how TensorRT engines are built."""
+    """Schema of the recipe keys `backend.tensorrt`, which say how TensorRT engines are built."""
 
     plugin: Literal["auto", "always", "never"] = Field(
         "auto",
@@ -56,18 +56,18 @@ class Section(RecipeSection):
 
 
 def on_gpu(values: Mapping[str, Any]) -> bool:
-    """Return True: TensorRT runs on GPUs alone."""
+    """Return True, because TensorRT runs only on GPUs."""
     return True
 
 
 def of(recipe: Recipe) -> Section:
-    """Return the keys of a recipe's section `backend:` that configure TensorRT."""
+    """Return a recipe's section `backend:` with TensorRT's keys."""
     assert isinstance(recipe.backend, Section)
     return recipe.backend
 
 
 def device_settings(device: str) -> list[str]:
-    """Return no setting, because TensorRT runs on GPUs alone; the device cpu is refused."""
+    """Return no recipe settings for `kvexport build --device`; refuse the device cpu: TensorRT needs a GPU."""
     from kvexport.backends.sections import default
     from kvexport.errors import UsageError
 

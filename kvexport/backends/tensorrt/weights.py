@@ -1,8 +1,9 @@
-"""The packed weights that TensorRT dequantizes in a matrix product.
+"""The packed (4-bit) weights that TensorRT dequantizes within a matrix product.
 
-They are signed 4-bit numbers in blocks of 64 or 128 inputs with scales above 0: TensorRT's IDequantizeLayer supports no
+TensorRT takes signed 4-bit numbers in blocks of 64 or 128 inputs with scales above 0. Its IDequantizeLayer supports no
 blocks of INT8, no zero points other than 0, and only positive scales (NvInfer.h of 11.1). The block sizes come from
-TensorRT's documentation of quantization schemes. TensorRT's parser has no BitShift, which a packed embedding needs.
+TensorRT's documentation of quantization schemes. TensorRT's parser lacks the ONNX operator BitShift, so it cannot read
+single rows of a packed embedding.
 """
 
 from __future__ import annotations
@@ -76,9 +77,9 @@ def _values(tensor: onnx.TensorProto, folder: Path) -> NDArray[Any]:
 def with_typed_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     """Change every DequantizeLinear node of `model` to return the final type directly, and return `model`.
 
-    The CastLike after its float32 result is removed. With float16 scales the values stay the same, because the product
-    of 4 bits and 11 bits is exact in float32. float16 scales of a float32 weight are cast, because scales must have the
-    result's type.
+    The CastLike node after the former float32 result is removed. float16 scales leave the values as they were, because
+    the product of a number of 4 bits and a float16 with 11 bits is exact in float32. float16 scales of a float32 weight
+    are cast, because TensorRT wants scales of the result's type.
     """
     import onnx
 

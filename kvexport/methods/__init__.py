@@ -1,7 +1,4 @@
-"""The KV cache compression methods, one file each.
-
-The package imports every file of this folder, so a new file is a new method.
-"""
+"""The KV cache compression methods, one file each: the package imports every file of this folder."""
 
 from __future__ import annotations
 

@@ -8,11 +8,11 @@ from kvexport.methods.pairing import NeighbourPairs
 
 
 class AsymKV(NeighbourPairs):
-    """A forward-only surrogate of AsymKV (arXiv 2506.05410).
+    """A forward-only surrogate of AsymKV (arXiv 2506.05410): neighbouring cache slots merge in pairs.
 
-    The paper weights keys by their Fisher information, which needs a backward pass that no deployed graph has. Here the
-    weight of a key is the attention probability that its slot has accumulated. The rest follows the paper: neighbouring
-    slots merge in pairs, both keys are rotated to one position, and values and token counts add up. Unlike in the
+    The AsymKV paper weights the keys of a pair by their Fisher information, which needs a backward pass that no
+    deployed graph has. kvexport weights a key by the attention probability that its slot has accumulated. As in the
+    paper, both keys of a pair are rotated (RoPE) to one position, and values and token counts add up. Unlike in the
     authors' code, counts are never clipped.
     """
 

@@ -1,6 +1,7 @@
-"""Attention Matching (arXiv 2602.16284): a fit of the kept cache slots' votes and values to recent queries.
+"""Attention Matching (arXiv 2602.16284): votes and values of kept cache slots are fitted to recent queries.
 
-The votes are fitted to the attention mass of recent queries, the values to their attention outputs.
+The votes (how many tokens a slot counts for in attention) are fitted to the attention mass of the queries, and the
+values to their attention outputs.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from kvexport.schema.policy import MergePolicy
 class AttentionMatching(Fitting):
     """Attention Matching: keep the slots that recent queries attend to most, then fit their votes and values.
 
-    Slots are ranked by the root mean square of the probabilities with which the reference queries attend to them. The
-    votes of the kept slots are fitted so that these slots get the attention mass that the queries gave to all slots
-    (the paper's bias is ``ln(votes)``). The values are then fitted so that the attention outputs stay the same. This
-    second fit is a ridge regression towards the present values, because W queries do not determine the values of more
-    than W slots.
+    The method stores recent queries of each KV head, the reference queries. Slots are ranked by the root mean square of
+    the probabilities with which the reference queries attend to them. The votes of the kept slots (a slot's logit gets
+    the bias ``ln(votes)``) are fitted so that these slots get the attention mass that the queries gave to all slots.
+    The values are then fitted so that the attention outputs stay the same. The fit of the values is a ridge regression
+    towards the present values, because W queries do not determine the values of more than W slots.
 
     The paper compresses a prompt once, with queries that the model generates about the prompt and with a budget for
-    each head. Here the queries are the latest ones, all heads have the same budget, and every merge fits the slots
-    again.
+    each head. In kvexport the reference queries are the latest ones, all heads have the same budget, and every merge
+    fits the slots again.
 
     Attributes:
         steps: The number of multiplicative updates in the fit of the votes.
@@ -59,15 +60,16 @@ class AttentionMatching(Fitting):
     def own_statistics(self) -> tuple[Statistic, ...]:
         """The statistics of every slot: with ``after: ballot`` those of the method `ballot`.
 
-        With ``after: drop`` the reference queries rank slots, and the only statistic is never updated.
+        With ``after: drop`` recent queries rank slots for eviction, and the only statistic is never updated.
         """
         return Ballot().own_statistics if self.after == "ballot" else (Statistic(),)
 
     def policy(self) -> MergePolicy:
-        """Return the method's rule as data for the native kernels.
+        """Return the rule of `attention_matching` as a merge policy, the data that native kernels run.
 
-        The rule is the merge of `ballot`, or selection by the reference queries without a merge, and then the fit. The
-        setting `selector` may replace the selection.
+        With ``after: drop`` the policy evicts the slots that recent queries attend to least, without a merge. With
+        ``after: ballot`` it evicts and merges like the method `ballot`. In both cases a fit of votes and values
+        follows. The setting `selector` may replace the choice of the evicted slots.
         """
         fit = replace(self.fit("votes_and_values"), vote_steps=self.steps, bias_max=self.bias_max)
         merge = Ballot().policy() if self.after == "ballot" else MergePolicy(select="attended", fit=fit)

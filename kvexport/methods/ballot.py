@@ -1,6 +1,7 @@
-"""Ballot, this project's own method: evict the cache slots that another slot can replace best.
+"""The compression method `ballot`, kvexport's own: evict the cache slots that another slot can replace best.
 
-An evicted slot merges into the slot with the nearest key. Votes add up, to a bound.
+`ballot` merges an evicted slot into the slot with the nearest key. The votes of both slots (the number of tokens that a
+slot stands for) add up, to a bound.
 """
 
 from __future__ import annotations
@@ -17,23 +18,26 @@ from kvexport.schema.policy import MergePolicy
 class Ballot(Merging):
     """KeepKV's merge without its similarity threshold, and with an eviction order by the error of the merge.
 
-    With a similarity threshold, the attention mass of every rejected slot is lost. The cosine gives no bound if norms
-    differ, while ``|q (k_e - k_c)| <= |q| |k_e - k_c|`` bounds the change of a logit. Past attention alone does not
-    show which slots are superfluous, because a slot that no query has needed yet has received none. The error of
-    merging the slot into another one does show it.
+    With a similarity threshold, the attention mass of every rejected slot is lost. The cosine of two keys k_e and k_c
+    gives no bound if their norms differ, while ``|q (k_e - k_c)| <= |q| |k_e - k_c|`` bounds the change of a query q's
+    logit. Past attention alone does not show which slots are superfluous, because a slot that no query has needed yet
+    has received none. The error of merging the slot into another one does show it.
 
     Attributes:
-        order: ``least-error`` first evicts the slots whose merge costs least. The cost is ``w^attention |k_e - k_c|^2
-            |v_e - v_c|^2``, where w is the slot's mean probability and c is the slot of higher importance that gives
-            the smallest cost. ``least-attended`` first evicts the slots of lowest w.
-        attention: The exponent of w in that cost.
-        pool: The cost is computed for the slots of lowest w only, `pool` times as many as have to be evicted.
-        zip: ``count`` adds votes up. ``vote`` stores fractional votes. Both store the weighted mean of the keys.
-            Fractional votes are exact for the query that the averages describe. For every other query they are too few,
-            and the error grows with every merge.
+        order: ``least-error`` first evicts the slots whose merge costs least. The cost of merging slot e into slot c is
+            ``w^attention |k_e - k_c|^2 |v_e - v_c|^2`` for keys k and values v, where w is the mean attention
+            probability that slot e receives and c is the slot of higher w that gives the smallest cost.
+            ``least-attended`` first evicts the slots of lowest w.
+        attention: The exponent of w, the slot's mean attention probability, in the cost of ``order: least-error``.
+        pool: The size of the eviction pool, as a multiple of the number of slots to evict. The cost of a merge is
+            computed only for the slots of this pool, those of lowest mean attention probability.
+        zip: ``count`` adds the votes of merged slots up. ``vote`` stores fractional votes. Both store the weighted mean
+            of the keys. Fractional votes are exact for a query whose logits equal the slots' moving averages. For every
+            other query they are too few, and the error grows with every merge.
         votes_max: The largest number of votes of a merged slot. After hundreds of merges a slot is a mean of unrelated
             tokens and carries no information. Without a bound it would still get the attention of all these tokens.
-        decay: The factor ``a`` of the moving average that weights a merge.
+        decay: The factor a of the moving average of exp(logit) that weights a merge: ``average = a average + (1 - a)
+            new``.
     """
 
     name: ClassVar[str] = "ballot"
@@ -59,16 +63,17 @@ class Ballot(Merging):
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """The two statistics of each slot: the sum of probabilities, and ln of the moving average of exp(raw logit).
+        """The two statistics of a slot: the sum of attention probabilities, and ln of the moving average of exp(logit).
 
         The sum ranks slots for eviction, and the average gives the weights of merges.
         """
         return (Statistic("probability"), Statistic("log_ema", self.decay))
 
     def policy(self) -> MergePolicy:
-        """Return the method's rule as data for the native kernels.
+        """Return the rule of `ballot` as a merge policy, the data that native kernels run.
 
-        The slot of the lowest mean attention probability is evicted first, and merges into the slot of the nearest key.
+        With ``order: least-error`` the slots of lowest mean attention probability are candidates, and the candidates
+        whose merge costs least are evicted. An evicted slot merges into the slot of the nearest key.
         """
         return self.selected(
             MergePolicy(

@@ -1,8 +1,9 @@
 """The base class of KV cache compression methods.
 
-A method decides which statistics are kept, which slots are evicted, and what evicted slots merge into. It is one file
-in this folder with one subclass of `Method`, which `kvexport.methods` imports. The operators of `kvexport.ops` call it.
-No module here imports torch at import time, because recipes are validated on machines without torch.
+A method decides which statistics of attention are kept for a cache slot, which slots are evicted, and what evicted
+slots merge into. A method is one file in this folder with one subclass of `Method`, which `kvexport.methods` imports.
+The operators of `kvexport.ops` call the methods. No module of the package imports torch at import time, because recipes
+are validated on machines without torch.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ class Method(BaseModel):
 
     Attributes:
         name: The name that recipes use.
-        summary: One line for listings.
+        summary: One line for listings of methods.
         source: The paper that the method comes from.
         compresses: False if the method evicts nothing except entries that a sliding window has passed.
-        allocation: How layers share the budget by default.
-        rotary: True if the merge reads `Slots.rotary`.
+        allocation: The default rule by which layers share the budget of cache slots.
+        rotary: True if the merge reads `Slots.rotary`, the layer's rotary embedding.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
@@ -49,7 +50,7 @@ class Method(BaseModel):
 
     @property
     def recent_receives(self) -> bool:
-        """Whether evicted slots may merge into recent ones, which are never evicted themselves."""
+        """Whether evicted slots may merge into slots of the recent window, which are never evicted themselves."""
         return False
 
     @property
@@ -62,18 +63,18 @@ class Method(BaseModel):
 
     @property
     def extra_state(self) -> tuple[StateTensor, ...]:
-        """The state tensors that the method keeps in addition to those of every cache; none by default.
+        """The state tensors that a method keeps beside keys, values, votes, scores and positions; none by default.
 
-        A tensor has a dimension S, a row for each slot of all KV heads, or begins with B and H. The method's code gets
-        the tensors of heads that are alike as [B, H, C, ...]. Every cache has keys, values, votes, scores and
-        positions. Native kernels support only the ring buffer of reference queries. A method with any other extra state
+        A tensor has a dimension S, with a row for each slot of all KV heads, or begins with the dimensions B (batch)
+        and H (KV heads). The method's code gets the tensors of KV heads with equal capacity as [B, H, C, ...], where C
+        counts slots. Native kernels support only the ring buffer of recent queries. A method with any other extra state
         runs as ONNX functions.
         """
         return ()
 
     @property
     def reference_queries(self) -> int:
-        """The number of recent queries in the method's ring buffer of reference queries, or 0 without a ring buffer."""
+        """The number of recent queries that the method stores in a ring buffer for its fits; 0 without a buffer."""
         return 0
 
     @property
@@ -81,7 +82,7 @@ class Method(BaseModel):
         """Whether a merge gives the values the same weights as the keys, and changes neither in another way.
 
         A value that is a part of its key then stays that part, so that only the key is stored (latent attention). By
-        default the policy decides. The value is False for a method without a policy, which may override it.
+        default the merge policy decides. For a method without a merge policy the default is False.
         """
         policy = self.policy()
         if policy is None or policy.fit is not None:
@@ -102,13 +103,16 @@ class Method(BaseModel):
         return extra
 
     def policy(self) -> MergePolicy | None:
-        """Return the method's rule as data for the native kernels, or None if it overrides `keep_score` or `merge`."""
+        """Return the method's rule as a merge policy, or None if the method overrides `keep_score` or `merge`.
+
+        A merge policy is a rule as data: native kernels and the PyTorch code interpret it.
+        """
         return None
 
     def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
-        """Return the keep score of every cache slot: the lowest are evicted first, ties by lowest position.
+        """Return the keep score of every cache slot: slots of lowest score are evicted first, ties by lowest position.
 
-        By default the policy defines the score.
+        By default the method's merge policy defines the score.
 
         Args:
             slots: The layer's cache.
@@ -132,7 +136,7 @@ class Method(BaseModel):
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
         """Return a layer's KV cache after evicted slots have merged into kept ones.
 
-        By default the policy defines the merge. Without a policy evicted slots are dropped.
+        By default the method's merge policy defines the merge. A method without a merge policy drops evicted slots.
 
         Args:
             slots: The layer's cache before the eviction.

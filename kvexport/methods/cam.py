@@ -12,15 +12,16 @@ from kvexport.methods.slots import Evicted, Slots, gather_rows
 
 
 class CaM(Merging):
-    """CaM with the expected value of its random merge of values.
+    """CaM (ICML 2024) with the expected value of its random merge of values.
 
-    An evicted value is added to the next M kept slots, recent ones included: ``v_j += m v_e / M`` with ``m = clip(A_e /
-    mean A, 0, 1)``, where A is the accumulated attention and the mean is over all kept slots. The paper draws a
-    Bernoulli variable with probability m instead. Keys, scores and votes of the receiving slots stay unchanged.
+    The value v_e of an evicted slot is added to the values v_j of the next M kept slots, recent ones included: ``v_j +=
+    m v_e / M`` with ``m = clip(A_e / mean A, 0, 1)``, where A is a slot's accumulated attention and the mean is over
+    all kept slots. The paper draws a Bernoulli variable with probability m instead. Keys, scores and votes of the
+    receiving slots stay unchanged.
 
     Attributes:
-        receivers: The number M of slots that an evicted value is added to. If fewer slots follow, their shares are
-            lost.
+        receivers: The number M of slots that an evicted value is added to. If fewer than M slots follow, the shares of
+            the missing ones are lost.
     """
 
     name: ClassVar[str] = "cam"
@@ -37,7 +38,7 @@ class CaM(Merging):
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
         """Return the cache slots, with a share of each evicted value added to the next slots that can receive values.
 
-        Sums are float32 until they are stored.
+        The sums of values are float32 until they are stored.
         """
         import torch
 

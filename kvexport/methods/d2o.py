@@ -1,4 +1,4 @@
-"""D2O (arXiv 2406.13035): an evicted cache slot merges into that of the most similar key, if similar enough."""
+"""D2O (arXiv 2406.13035): an evicted cache slot merges into the slot of the most similar key, if similar enough."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class D2O(Merging):
     """D2O: heavy hitters are kept, and evicted slots merge if their similarity to a kept slot reaches the mean.
 
     An evicted slot merges into the kept slot of the highest key cosine u if u is at least the mean of these cosines
-    over the slots that the same call evicts from the head. Otherwise it is dropped. The paper averages the threshold
-    over calls as well, which would need state that the cache does not have. The paper keeps 4 sinks.
+    over the slots that the same merge evicts from the KV head. Otherwise the evicted slot is dropped. The D2O paper
+    averages the threshold over merges as well, which would need state that kvexport's cache does not have. The paper
+    keeps 4 sinks, the first tokens of a sequence.
     """
 
     name: ClassVar[str] = "d2o"

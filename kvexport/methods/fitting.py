@@ -1,4 +1,4 @@
-"""The base class of compression methods that fit the kept values, or votes, to reference queries (recent queries)."""
+"""The base class of methods that fit kept values, or votes, to recent queries after an eviction."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 class Fitting(Merging):
-    """A method that keeps a ring buffer of recent queries and fits the kept values to them after a merge.
+    """A method that stores recent queries, the reference queries, and fits the kept values to them after a merge.
 
-    The fit ignores a softcap of logits and sink logits.
+    After the fit, the reference queries get nearly the same attention outputs from the kept slots as from all slots
+    before the eviction. The fit ignores a softcap of logits and learned sink logits.
 
     Attributes:
         queries: The number W of latest queries that are stored for each KV head. The query heads of the group share the
@@ -33,7 +34,7 @@ class Fitting(Merging):
 
     @property
     def extra_state(self) -> tuple[StateTensor, ...]:
-        """The state tensors of the ring buffer of reference queries; zeros are an empty ring buffer."""
+        """The ring buffer of recent queries, to which kept slots are fitted; zeros are an empty buffer."""
         rows = ("B", "H", self.queries)
         return (
             StateTensor("query", (*rows, "D"), "float32", "the latest queries, oldest first, times the logits' scale"),
@@ -50,7 +51,7 @@ class Fitting(Merging):
     def update(self, extra: tuple[Tensor, ...], new: NewTokens) -> tuple[Tensor, ...]:
         """Return the ring buffer of recent queries with the queries of one attention call appended.
 
-        The queries are ordered by token and then by query head.
+        The queries of the call are appended in the order of tokens, and for each token in the order of query heads.
         """
         import torch
 
@@ -68,7 +69,9 @@ class Fitting(Merging):
         return gather_rows(query, index), gather_rows(seen, index)
 
     def fit(self, fitted: Literal["values", "votes_and_values"]) -> Fit:
-        """Return the settings of the fit to reference queries, which attend with the method's own vote exponent.
+        """Return the settings of the method's fit of kept cache slots to the recent queries that it stores.
+
+        The queries attend with the method's own factor of the bias ``ln(votes)``.
 
         Args:
             fitted: The tensors that the fit changes.

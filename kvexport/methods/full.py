@@ -1,4 +1,4 @@
-"""The method `full`, which does not compress: the cache's capacity is the longest sequence.
+"""The method `full`, which does not compress the KV cache: the cache has a slot for every token.
 
 Only entries that a sliding window has passed are evicted.
 """

@@ -14,14 +14,14 @@ from kvexport.schema.policy import MergePolicy
 class GRKV(Fitting):
     """GRKV: evicted slots are dropped, and the values of the kept slots are fitted to replace them.
 
-    The new values are ``V + X^T (X X^T + ridge I)^-1 (Y - X V)``, where X holds the probabilities of the reference
-    queries over the kept slots and Y their attention outputs before the eviction. With the selector ``own`` it evicts
-    the slots that snapkv with its defaults would evict.
+    The new values are ``V + X^T (X X^T + ridge I)^-1 (Y - X V)``. V holds the kept values, X the probabilities with
+    which stored recent queries attend to the kept slots, and Y the attention outputs of these queries before the
+    eviction. With the selector ``own``, GRKV evicts the slots that snapkv with its defaults would evict.
 
-    The authors draw 32 queries from the whole prompt, compress it once, and treat the queries as if they stood at its
-    end. They select by a variant of AdaKV with a budget for each head, and change keys too, by a linearised step of at
-    most 2.5 % of their norm. Here the queries are the latest ones, all heads have the same budget, and keys stay
-    unchanged.
+    The authors of GRKV draw 32 queries from the whole prompt, compress it once, and treat the queries as if they stood
+    at its end. They select slots by a variant of AdaKV with a budget for each head, and change keys too, by a
+    linearised step of at most 2.5 % of their norm. In kvexport the queries are the latest ones, all heads have the same
+    budget, and keys stay unchanged.
     """
 
     name: ClassVar[str] = "grkv"
@@ -34,8 +34,9 @@ class GRKV(Fitting):
         return SnapKV().statistics
 
     def policy(self) -> MergePolicy:
-        """Return the method's rule as data for the native kernels.
+        """Return the rule of `grkv` as a merge policy, the data that native kernels run.
 
-        The rule is the selection of snapkv or of another selector, no merge, and a fit of the kept values.
+        The policy evicts the slots that snapkv or another selector chooses, merges none, and fits the values of the
+        kept slots to recent queries.
         """
         return self.selected(replace(SnapKV().policy(), fit=self.fit("values")))

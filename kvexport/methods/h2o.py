@@ -10,7 +10,7 @@ from kvexport.schema.policy import MergePolicy
 
 
 class H2O(Method):
-    """H2O: heavy hitters and a recent window are kept, and evicted slots are dropped."""
+    """H2O: the slots with the most attention (heavy hitters) and a recent window are kept, all others dropped."""
 
     name: ClassVar[str] = "h2o"
     summary: ClassVar[str] = "the largest accumulated attention is kept; the rest is dropped"
@@ -25,7 +25,7 @@ class H2O(Method):
         return (Statistic("probability"),)
 
     def policy(self) -> MergePolicy:
-        """Return the method's rule as data for the native kernels.
+        """Return the rule of `h2o` as a merge policy, the data that native kernels run.
 
         The slot with the lowest sum of attention probabilities is evicted first, and evicted slots are dropped.
         """

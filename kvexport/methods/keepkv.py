@@ -15,22 +15,23 @@ class KeepKV(Merging):
     """KeepKV: merges that keep the attention output of the current query, and votes that count merged tokens.
 
     Attributes:
-        decay: The factor ``a`` of the moving average of exp(logit). The paper does not give one.
-        window: The number of last queries of one call that count; 0 for all.
-        threshold: An evicted slot merges into the most similar target if the cosine of their keys is above this value,
-            and is dropped otherwise.
-        zip: How the merge cancels its error for the current query. ``key`` scales the merged key (the paper's Eq. 7).
-            ``vote`` stores the weighted mean and fractional votes. ``mean`` does neither, like the authors' code, and
-            is not lossless.
-        key_factor_max: A merge with a key factor outside [1/x, x] uses ``vote`` instead, because Eq. 7 has a pole and a
-            change of sign.
-        order: ``evict-first`` evicts the lowest scores and merges those of them that have a target above the threshold.
-            ``merge-first`` first evicts slots that have a target of higher score above the threshold, lowest score
-            first, and then the lowest scores of the rest.
-        pool: ``merge-first`` looks for such slots among the lowest scores only, `pool` times as many as have to be
-            evicted.
+        decay: The factor a of the moving average of exp(logit), ``average = a average + (1 - a) new``. The KeepKV paper
+            does not give one.
+        window: The number of last queries of a model call that count in the moving average; 0 for all.
+        threshold: An evicted slot merges into the kept slot of the most similar key if the cosine of the two keys is
+            above this value, and is dropped otherwise.
+        zip: The quantity by which a merge cancels its error for the current query. ``key`` scales the merged key (Eq. 7
+            of the KeepKV paper). ``vote`` stores the weighted mean of the keys and fractional votes. ``mean`` does
+            neither, like the authors' code, and is not lossless.
+        key_factor_max: A bound x for ``zip: key``. A merge whose key would be scaled by a factor outside [1/x, x] uses
+            ``zip: vote`` instead, because Eq. 7 of the KeepKV paper has a pole and a change of sign.
+        order: ``evict-first`` evicts the slots of lowest score, and merges those that have a target above the
+            threshold. ``merge-first`` first evicts slots that have a target of higher score above the threshold, lowest
+            score first, and then the slots of lowest score among the rest.
+        pool: The size of the eviction pool of ``order: merge-first``, as a multiple of the number of slots to evict.
+            The pool holds the slots of lowest score, among which those with a target are evicted first.
         recency_weight: The weight of the newest query of the window, relative to 1 for the oldest. The first version of
-            the paper uses 1.2 to rank the slots of one window, where the sum of the weights does not matter. Here it
+            the paper uses 1.2 to rank the slots of one window, where the sum of the weights does not matter. kvexport
             weights a mean, so that scores stay logits, which ``zip: key`` needs.
     """
 
@@ -51,7 +52,7 @@ class KeepKV(Merging):
     def vote_exponent(self) -> float:
         """The factor alpha of the attention bias ``alpha * ln(votes)``, which is 1 for KeepKV.
 
-        A slot of p votes therefore attracts as much attention as p equal keys.
+        A slot that stands for p tokens (p votes) therefore attracts as much attention as p equal keys.
         """
         return 1.0
 
@@ -61,7 +62,7 @@ class KeepKV(Merging):
         return (Statistic("log_ema", self.decay, self.window, self.recency_weight),)
 
     def policy(self) -> MergePolicy:
-        """Return the method's rule as data for the native kernels.
+        """Return the rule of `keepkv` as a merge policy, the data that native kernels run.
 
         The bias-corrected moving average of exp(logit) ranks slots and weights merges. An evicted slot merges into the
         slot of the most similar key if the similarity is above the threshold.

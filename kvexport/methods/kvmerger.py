@@ -19,20 +19,21 @@ if TYPE_CHECKING:
 
 
 class KVMerger(Merging):
-    """KVMerger: runs of similar neighbours merge into their most attended slot.
+    """KVMerger: runs of neighbouring cache slots with similar keys merge into their most attended slot.
 
-    Neighbouring unprotected slots above the threshold are joined, highest cosine first, as many pairs as slots have to
-    be evicted. A run of joined slots merges into its pivot, the most attended slot of the run. If joining frees too few
-    slots, the least attended of the other slots are dropped.
+    Neighbouring slots, except sinks and recent ones, are joined if their keys are similar, highest cosine first. As
+    many pairs are joined as slots have to be evicted. A run of joined slots merges into its pivot, the most attended
+    slot of the run. If joining frees too few slots, the least attended of the other slots are dropped.
 
     Attributes:
         threshold: Neighbours are joined if the cosine of their keys is above this value.
-        heavy: The most attended share of the unprotected slots, which is never joined.
-        sigma: The standard deviation of the Gaussian, a distance between keys. 0 computes it for each set as ``sum |k_p
-            - k_i| / (sqrt(2) |S|)``. The paper gives this formula, although a fixed 5 is best in its ablation.
-        value_scale: ``mean`` stores the mean of the values. ``set_size`` multiplies the mean by |S|, as the paper's
-            text says. This makes the output too large, because the softmax does not count merged tokens. |S| is the
-            number of tokens (the votes), so a set that grows over several calls is scaled only once.
+        heavy: A share of the slots that may be evicted: this share, the most attended slots, is never joined.
+        sigma: The standard deviation of the Gaussian that weights a merge, a distance between keys. 0 computes it for
+            each set S of joined slots as ``sum |k_p - k_i| / (sqrt(2) |S|)``, where k_p is the pivot's key. The paper
+            gives this formula, although a fixed 5 is best in its ablation.
+        value_scale: ``mean`` stores the mean of a set's values. ``set_size`` multiplies the mean by the number of
+            tokens in the set (its votes), as the paper's text says, so a set that grows over several merges is scaled
+            only once. The attention output is then too large, because the softmax does not count merged tokens.
     """
 
     name: ClassVar[str] = "kvmerger"
@@ -46,7 +47,7 @@ class KVMerger(Merging):
 
     @property
     def merges_values_as_keys(self) -> bool:
-        """Whether the merged value is a mean with the weights of the keys, not multiplied by the size of its set."""
+        """Whether a merged value is a mean with the keys' weights, not multiplied by the number of merged tokens."""
         return self.value_scale == "mean"
 
     def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
@@ -64,10 +65,11 @@ class KVMerger(Merging):
         return torch.where(pivot != place, place, others).float()
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
-        """Return the cache slots after each run of similar tokens has merged into its pivot.
+        """Return the cache slots after each run of similar tokens has merged into its most attended slot, the pivot.
 
-        Keys and values are means with the weights ``g_i = exp(-|k_p - k_i|^2 / (2 sigma^2))``. The weight is 1 if all
-        keys of a set are equal, where the computed sigma is zero.
+        Keys and values are means. The weight of slot i is ``exp(-|k_p - k_i|^2 / (2 sigma^2))``, where k_p is the
+        pivot's key and sigma the width of the Gaussian. All weights are 1 if all keys of a run are equal, where the
+        computed sigma is zero.
         """
         import torch
 

@@ -1,7 +1,4 @@
-"""KVSlimmer (arXiv 2603.00907): neighbouring cache slots merge in pairs, keys weighted by the exact Hessian.
-
-The Hessian needs only quantities of the forward pass.
-"""
+"""KVSlimmer (arXiv 2603.00907): neighbouring cache slots merge in pairs, keys weighted by the exact Hessian."""
 
 from __future__ import annotations
 
@@ -17,12 +14,14 @@ from kvexport.schema.policy import MergePolicy
 class KVSlimmer(NeighbourPairs):
     """KVSlimmer: neighbouring slots merge in pairs whose keys are weighted by terms of the Hessian.
 
-    With ``a = A / sum A`` for the accumulated probability A, and ``o = sum a v``, the terms are ``c_ii = a_i (1 - 2
-    a_i)(v_i - o)`` and ``c_12 = -a_1 a_2 (v_1 + v_2 - 2 o)``. The weight of key i is ``max(|c_ii| - |c_12|, 0)``.
+    The Hessian needs only quantities of the forward pass. With ``a = A / sum A`` for a slot's accumulated probability
+    A, and ``o = sum a v`` over the values v, the terms of slots 1 and 2 are ``c_ii = a_i (1 - 2 a_i)(v_i - o)`` and
+    ``c_12 = -a_1 a_2 (v_1 + v_2 - 2 o)``. The weight of key i is ``max(|c_ii| - |c_12|, 0)``.
 
     Attributes:
-        tau: If the sum of both weights is at most ``tau (|c_11| + |c_22|)``, the weights are a_1 and a_2 instead, which
-            is the limit for equal residuals.
+        tau: If the sum of both weights of a pair is at most ``tau (|c_11| + |c_22|)``, with the terms c of the Hessian,
+            the accumulated probabilities are the weights instead. They are the limit for slots whose values differ
+            equally from the attention output.
     """
 
     name: ClassVar[str] = "kvslimmer"
@@ -32,5 +31,8 @@ class KVSlimmer(NeighbourPairs):
     tau: float = Field(1e-3, ge=0.0, lt=1.0)
 
     def policy(self) -> MergePolicy:
-        """Return the method's rule as data for the native kernels: neighbours merge in pairs with Hessian weights."""
+        """Return the rule of `kvslimmer` as a merge policy, the data that native kernels run.
+
+        Neighbouring cache slots merge in pairs, with keys weighted by terms of the Hessian.
+        """
         return replace(super().policy(), weigh="hessian", tau=self.tau)

@@ -1,6 +1,6 @@
 """The base class of methods that merge evicted cache slots: any selector combines with any merge rule.
 
-A selector ranks slots for eviction.
+A selector is the part of a method that decides which slots are evicted.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ SELECTORS: dict[str, type[H2O | SnapKV | PyramidInfer]] = {"h2o": H2O, "snapkv":
 
 
 class Merging(Method):
-    """A compression method that merges evicted slots into kept ones.
+    """A compression method that merges evicted cache slots into kept ones.
 
     Attributes:
-        selector: The method whose importance ranks slots for eviction: ``own`` for this method, or h2o, snapkv or
-            pyramidinfer with their defaults. With another selector the score has two statistics: the selector's, which
-            ranks slots, and the method's, which weights merges.
+        selector: The method whose importance ranks slots for eviction: ``own`` for the merging method itself, or h2o,
+            snapkv or pyramidinfer with their defaults. With another method's selector every slot has two statistics:
+            the selector's, which ranks slots, and the merging method's, which weights merges.
     """
 
     selector: Literal["own", "h2o", "snapkv", "pyramidinfer"] = "own"
@@ -44,14 +44,14 @@ class Merging(Method):
     def statistics(self) -> tuple[Statistic, ...]:
         """The statistics that attention updates for every cache slot: the first ranks slots, the last weights merges.
 
-        With the selector ``own`` the same statistic may do both.
+        A method that chooses the evicted slots itself (selector ``own``) may use one statistic for both.
         """
         if self.selector == "own":
             return self.own_statistics
         return (*SELECTORS[self.selector]().statistics, self.own_statistics[-1])
 
     def selected(self, policy: MergePolicy) -> MergePolicy:
-        """Return a merge policy that ranks slots by the importance of the method's selector.
+        """Return a merge policy whose ranking of slots is replaced by that of the setting `selector`, another method.
 
         Args:
             policy: The policy of the method with the selector ``own``.
@@ -62,7 +62,7 @@ class Merging(Method):
         return replace(policy, select=selector.select, pooled=selector.pooled, mean_adds=False)
 
     def importance(self, slots: Slots, unprotected: Tensor) -> Tensor:
-        """Return the importance of every cache slot, [B, H, C] float32, which ranks slots if a method has no policy.
+        """Return the importance of every cache slot, [B, H, C] float32, which ranks slots if there is no merge policy.
 
         Args:
             slots: The layer's cache.
@@ -73,7 +73,10 @@ class Merging(Method):
         return importance(self.selected(MergePolicy(select="score")), slots, unprotected)
 
     def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
-        """Return the keep score [B, H, C] of every cache slot: the policy's, or the importance without a policy."""
+        """Return the keep score [B, H, C] of every cache slot: the slots of lowest score are evicted first.
+
+        The merge policy defines the score. For a method without a merge policy, the score is the slot's importance.
+        """
         return (
             self.importance(slots, unprotected)
             if self.policy() is None

@@ -12,10 +12,10 @@ from kvexport.schema.policy import MergePolicy
 
 
 class PyramidInfer(Method):
-    """PyramidInfer: slots are ranked by the attention of the last queries of a call; evicted slots are dropped.
+    """PyramidInfer: slots are ranked by the attention of the last queries; evicted slots are dropped.
 
     Attributes:
-        window: The number of last queries of a call that count.
+        window: The number of last queries of a model call whose attention counts.
         recency_weight: The weight of the newest query, relative to 1 for the oldest. The authors use 1.2.
     """
 
@@ -29,15 +29,16 @@ class PyramidInfer(Method):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """The statistic of each slot: its recent-weighted sum of attention probabilities.
+        """The statistic of each slot: its sum of attention probabilities, where newer queries weigh more.
 
-        The sum is averaged over the query heads of a group.
+        The sum is averaged over the query heads that share a KV head.
         """
         return (Statistic("probability", 1.0, self.window, self.recency_weight),)
 
     def policy(self) -> MergePolicy:
-        """Return the method's rule as data for the native kernels.
+        """Return the rule of `pyramidinfer` as a merge policy, the data that native kernels run.
 
-        The slot with the lowest sum of attention probabilities is evicted first, and evicted slots are dropped.
+        The slot with the lowest recency-weighted sum of attention probabilities is evicted first, and evicted slots are
+        dropped.
         """
         return MergePolicy(select="score")

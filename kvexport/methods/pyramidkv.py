@@ -10,7 +10,7 @@ from kvexport.methods.snapkv import SnapKV
 class PyramidKV(SnapKV):
     """SnapKV's eviction rule with layer budgets that fall linearly from the first layer to the last.
 
-    The setting `cache.allocation` can replace the budgets.
+    A recipe's setting `cache.allocation` replaces this rule for the budgets.
     """
 
     name: ClassVar[str] = "pyramidkv"

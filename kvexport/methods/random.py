@@ -26,13 +26,14 @@ class Random(Method):
 
     @property
     def merges_values_as_keys(self) -> bool:
-        """True: evicted slots are dropped, and kept slots do not change."""
+        """Whether a merge treats values as keys: true, because random eviction drops slots and changes none."""
         return True
 
     def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
         """Return a random keep score for each cache slot: the upper 24 bits of a hash of its position, as float32.
 
-        The hash has three rounds of ``x = (x m + seed) mod 2^32``, each followed by an exchange of the 16-bit halves.
+        The hash has three rounds of ``x = (x m + seed) mod 2^32`` with a constant m, each followed by an exchange of
+        the 16-bit halves.
         """
         import torch
 

@@ -1,4 +1,7 @@
-"""The data that compression methods work on: a layer's cache slots, their statistics, and the evicted slots."""
+"""The data that compression methods work on: a layer's cache slots, their statistics, and the evicted slots.
+
+Dimensions are B sequences, H KV heads, C slots of a head, V evicted slots and D numbers of a key.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Statistic:
-    """One importance statistic, kept for every slot in ``score[:, :, k]``.
+    """One importance statistic, a measure of the attention that each cache slot has received.
 
     Attributes:
         kind: ``log_ema`` is the logarithm of the exponential moving average of exp(raw logit). ``probability`` is the
             decayed sum of attention probabilities. ``none`` is never updated.
-        decay: The factor for each query: ``a`` of the average or ``d`` of the sum. ``log_ema`` needs 0 < a < 1.
-        window: The number of last queries of a call that count; 0 for all.
+        decay: The factor by which each query lowers the old average or sum. ``log_ema`` needs 0 < decay < 1.
+        window: The number of last queries of a model call that count; 0 for all.
         recency_weight: The weight of the newest counted query, relative to 1 for the oldest and linear between them
-            (KeepKV's first version and PyramidInfer); 1 weights all queries alike. For ``log_ema`` it changes the mean
-            and not the sum of the weights. It makes a ``probability`` sum larger.
+            (KeepKV's first version and PyramidInfer); 1 weights all queries alike. For ``log_ema`` the recency weight
+            changes the mean and not the sum of the weights. For ``probability`` it makes the sum larger.
     """
 
     kind: Literal["log_ema", "probability", "none"] = "none"
@@ -56,8 +59,8 @@ class Slots:
     Attributes:
         key: [B, H, C, D] in the cache's type.
         value: [B, H, C, Dv] in the cache's type.
-        votes: [B, H, C] float32; 0 for an empty slot.
-        score: [B, H, K, C] float32, the K statistics.
+        votes: [B, H, C] float32, the number of tokens that a slot stands for; 0 for an empty slot.
+        score: [B, H, K, C] float32, the K statistics of the attention that a slot has received.
         position: [B, H, C] int32.
         now: [B, H, 1] int32, the position of the latest token.
         rotary: The layer's rotary embedding, for methods that need it.
@@ -116,8 +119,7 @@ class NewTokens:
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """Return the rows of x [B, H, C] or [B, H, C, D] at `index` [B, H, N].
 
-    The index of a row of D elements is expanded over the row. The ONNX function recognizes this form and copies whole
-    rows.
+    The index is expanded over the D elements of a row. In ONNX, this form of gather becomes a copy of whole rows.
     """
     return x.gather(2, index if x.dim() == 3 else index[..., None].expand(*index.shape, x.shape[3]))
 
@@ -128,8 +130,8 @@ def gather_slots(slots: Slots, index: Tensor, extra_axes: tuple[int | None, ...]
     Args:
         slots: The layer's cache.
         index: [B, H, N] int64.
-        extra_axes: For every extra tensor the dimension that counts slots, or None for a tensor without one, which
-            stays unchanged.
+        extra_axes: The dimension that counts slots in every tensor of `Slots.extra`. None stands for a tensor without
+            such a dimension, which stays unchanged.
     """
     return replace(
         slots,
@@ -168,8 +170,9 @@ def ranks(x: Tensor) -> Tensor:
 def corrected_log_ema(slots: Slots, k: int, decay: float) -> Tensor:
     """Return the bias-corrected logarithm ln(S / (1 - a^n)) of each slot's moving average S, [B, H, C] float32.
 
-    S is the stored moving average, and n = now - position + 1 is the number of queries since the slot's token. Queries
-    outside the statistic's window count in n, because those inside stand for the whole call.
+    S is the stored moving average of exp(logit), which starts at zero and decays by the factor a. The number of queries
+    since the slot's token is n = now - position + 1. Queries outside the statistic's window count in n, because those
+    inside stand for the whole call.
 
     Args:
         slots: The layer's cache.

@@ -1,7 +1,4 @@
-"""SnapKV (arXiv 2404.14469): the cache slots that the last queries of the prompt attend to are kept.
-
-Slots at neighbouring positions are kept as well.
-"""
+"""SnapKV (arXiv 2404.14469): the cache slots that the last queries of the prompt attend to are kept."""
 
 from __future__ import annotations
 
@@ -15,15 +12,15 @@ from kvexport.schema.policy import MergePolicy
 
 
 class SnapKV(Method):
-    """SnapKV: the attention of an observation window, pooled over neighbouring positions, ranks slots.
+    """SnapKV: the attention of the last queries, summed over neighbouring positions, ranks slots.
 
     Evicted slots are dropped.
 
     Attributes:
-        window: The number of last queries of a call that are observed. The paper observes the end of the prompt. A
-            decode step has one query, which is observed.
-        pool: The number of positions that are pooled around each token, an odd number. Protected and evicted positions
-            count as zero.
+        window: The number of last queries of a model call whose attention counts. The SnapKV paper takes the end of the
+            prompt. A decode step has one query, which counts.
+        pool: The number of neighbouring positions, an odd number, over which a slot's attention is summed, with the
+            slot's own in the middle. Protected and evicted positions count as zero.
     """
 
     name: ClassVar[str] = "snapkv"
@@ -42,15 +39,16 @@ class SnapKV(Method):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """The statistic of each slot: the sum of attention probabilities over the observation window of last queries.
+        """The statistic of each slot: the sum of attention probabilities over the last queries of a model call.
 
-        The sum is averaged over the query heads of a group. It ranks slots like the paper's mean does.
+        The sum is averaged over the query heads that share a KV head. It ranks slots like the mean of the SnapKV paper
+        does.
         """
         return (Statistic("probability", 1.0, self.window),)
 
     def policy(self) -> MergePolicy:
-        """Return the method's rule as data for the native kernels.
+        """Return the rule of `snapkv` as a merge policy, the data that native kernels run.
 
-        Slots are ranked by the sum of attention over neighbouring unprotected slots, and evicted slots are dropped.
+        Slots are ranked by the sum of attention over neighbouring slots that may be evicted. Evicted slots are dropped.
         """
         return MergePolicy(select="pooled", pooled=self.pool)

@@ -9,12 +9,12 @@ from kvexport.schema.policy import MergePolicy
 
 
 class Streaming(Method):
-    """StreamingLLM: sinks and a recent window are kept, and the oldest slots after the sinks are evicted."""
+    """StreamingLLM: sinks (the first positions) and a recent window are kept; the oldest other slots are evicted."""
 
     name: ClassVar[str] = "streaming"
     summary: ClassVar[str] = "sinks and a recent window; the oldest are evicted"
     source: ClassVar[str] = "arXiv 2309.17453"
 
     def policy(self) -> MergePolicy:
-        """Return the method's rule as data for the native kernels: the slot of the lowest position is evicted first."""
+        """Return the rule of `streaming` as data for native kernels: the slot of lowest position is evicted first."""
         return MergePolicy(select="position")

@@ -18,10 +18,10 @@ class ZeroMerge(Merging):
     residual slots first, then the kept slots of lowest score.
 
     Attributes:
-        alpha: The exponent of the votes in attention.
-        decay: The decay of the score for each query.
-        residual: The share of residual slots among the unprotected slots. In the paper, 0.22 of the budget are residual
-            slots and 0.44 context slots.
+        alpha: The factor alpha of the attention bias ``alpha ln(votes)``, where votes count the tokens of a slot.
+        decay: The factor by which each query lowers the score.
+        residual: The share of residual slots among the slots that are neither sinks nor recent. In the ZeroMerge paper,
+            0.22 of the budget are residual slots and 0.44 context slots.
     """
 
     name: ClassVar[str] = "zeromerge"
@@ -39,14 +39,15 @@ class ZeroMerge(Merging):
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """The statistic of each slot: the decayed sum of the probabilities that attention computes with the votes."""
+        """The statistic of each slot: the decayed sum of attention probabilities, computed with the bias by votes."""
         return (Statistic("probability", self.decay),)
 
     def policy(self) -> MergePolicy:
-        """Return the method's rule as data for the native kernels.
+        """Return the rule of `zeromerge` as a merge policy, the data that native kernels run.
 
-        The slot of the lowest decayed sum of attention is evicted first, and slots that have merged before last. An
-        evicted slot joins the running mean of the residual slot with the largest dot product.
+        The slot of the lowest decayed sum of attention is evicted first, but slots that have merged before are evicted
+        last. An evicted slot joins the running mean of the residual slot whose key has the largest dot product with its
+        own.
         """
         return self.selected(
             MergePolicy(select="score", merged_last=True, merge="running_mean", measure="dot", residual=self.residual)

@@ -1,1 +1,1 @@
-"""The rules that a `MergePolicy` can name, defined in PyTorch; methods without a policy use the same functions."""
+"""The rules for evictions and merges that a `MergePolicy` can name, defined in PyTorch."""

@@ -3,8 +3,8 @@
 After an eviction the values, or the votes and the values, of the kept slots are changed. The reference queries then get
 nearly the same attention outputs (and give nearly the same attention mass) as with all slots.
 
-All steps are plain matrix products, because standard ONNX operators have no factorization. Native kernels solve the
-same equations by Cholesky's method.
+All steps of the fits are plain matrix products, because standard ONNX operators have no factorization. Native kernels
+solve the same equations by Cholesky's method.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MOST_SHARE = 34.5  # the largest logarithm of a slot's share of the mass: produc
 
 
 def fitted(fit: Fit, before: Slots, merged: Slots, evicted: Evicted) -> Slots:
-    """Return the merged cache slots with values, or votes and values, that are fitted to the reference queries.
+    """Return the merged cache slots with values, or votes and values, that are fitted to recent queries.
 
-    The fit makes the attention outputs of the reference queries over the kept slots similar to those over all slots of
-    `before`. Slots that cannot receive evicted ones, and heads without evictions, do not change.
+    The fit makes the attention outputs of the stored recent queries over the kept slots similar to those over all slots
+    of `before`. Slots that cannot receive evicted ones, and heads without evictions, do not change.
 
     Args:
         fit: The settings of the fit.
@@ -65,10 +65,10 @@ def kept_slots(slots: Slots, evicted: Evicted) -> Tensor:
 
 
 def _turned(query: Tensor, slots: Slots, evicted: Evicted) -> Tensor:
-    """Return the reference queries [B, H, W, D] rotated (RoPE) to their positions after the merge.
+    """Return the stored recent queries [B, H, W, D] rotated (RoPE) to their positions after the merge.
 
-    With positions in the cache, recent keys move down by as many positions as slots are evicted. The reference queries
-    move with them.
+    If keys are rotated by their places in the cache, a merge moves recent keys down by as many positions as slots are
+    evicted. The queries move with them.
     """
     if not slots.rotary.cache_positions:
         return query
@@ -77,7 +77,7 @@ def _turned(query: Tensor, slots: Slots, evicted: Evicted) -> Tensor:
 
 
 def attended(fit: Fit, slots: Slots) -> Tensor:
-    """Return for every cache slot the sum of the squared probabilities of the reference queries; [B, H, C] float32.
+    """Return for every cache slot the sum of the squared probabilities that recent queries give it; [B, H, C] float32.
 
     Probabilities of at most 1e-6 count as zero, so that a value that underflows in one backend only cannot decide an
     eviction.
@@ -90,7 +90,7 @@ def attended(fit: Fit, slots: Slots) -> Tensor:
 
 
 def attention(slots: Slots, visible: Tensor, query: Tensor, seen: Tensor, alpha: float) -> Tensor:
-    """Return the probabilities with which reference queries attend to cache slots; [B, H, W, C] float32.
+    """Return the probabilities with which recent queries attend to cache slots; [B, H, W, C] float32.
 
     All probabilities of a query that sees no slot are 0. The arguments are those of `logits`.
     """
@@ -98,7 +98,7 @@ def attention(slots: Slots, visible: Tensor, query: Tensor, seen: Tensor, alpha:
 
 
 def logits(slots: Slots, visible: Tensor, query: Tensor, seen: Tensor, alpha: float) -> Tensor:
-    """Return the attention logits of reference queries over cache slots; [B, H, W, C] float32.
+    """Return the attention logits of W recent queries over C cache slots; [B, H, W, C] float32.
 
     The logit of a slot that a query does not see is the constant LOW.
 
@@ -124,7 +124,7 @@ def probabilities(logits: Tensor) -> Tensor:
 
 
 def shares_of(slot_logits: Tensor, all_logits: Tensor) -> Tensor:
-    """Return exp(logit) of each cache slot as a share of the total over other slots' logits.
+    """Return exp(logit) of each cache slot as a share of the sum of exp(logit) over other slots.
 
     Args:
         slot_logits: [..., C]; LOW gives the share 0.
@@ -148,10 +148,11 @@ def _masses(logits: Tensor, top: Tensor) -> Tensor:
 
 
 def fitted_values(read: Tensor, value: Tensor, output: Tensor, free: Tensor, ridge: float, change_max: float) -> Tensor:
-    """Return values of cache slots that give the reference queries certain attention outputs; [B, H, C, Dv] float32.
+    """Return values of cache slots that give W recent queries certain attention outputs; [B, H, C, Dv] float32.
 
-    The result is ``V + X^T (X X^T + ridge I)^-1 (Y - X V)`` over the free slots: the ridge regression that starts from
-    the present values, in its dual form, a system of W equations.
+    The result is ``V + X^T (X X^T + ridge I)^-1 (Y - X V)`` over the slots whose values may change. V are the present
+    values, X the queries' attention probabilities, and Y the outputs. This is the ridge regression that starts from V,
+    in its dual form, a system of W equations.
 
     Args:
         read: [B, H, W, C], the probabilities X of the queries.
@@ -177,8 +178,8 @@ def inverse(gram: Tensor, ridge: float) -> Tensor:
     """Return ``(gram + ridge I)^-1`` by Newton's iteration ``N <- N + N (I - A N)`` (Schulz 1933).
 
     The number of steps until convergence is known: the eigenvalues of A = gram + ridge I are at least `ridge` and at
-    most W + ridge, because no row's square is above 1. Every step corrects the rounding errors of earlier steps, so the
-    float32 result is accurate to about the condition number, at most ``W / ridge + 1``, times 6e-8.
+    most W + ridge, because no row's sum of squares is above 1. Every step corrects the rounding errors of earlier
+    steps, so the float32 result is accurate to about the condition number, at most ``W / ridge + 1``, times 6e-8.
 
     Args:
         gram: [..., W, W], the products of W rows of probabilities with one another.
@@ -200,7 +201,7 @@ def inverse(gram: Tensor, ridge: float) -> Tensor:
 def newton_steps(size: int, ridge: float) -> int:
     """Return the number of steps after which Newton's iteration for a matrix inverse has an error below 2^-24.
 
-    The error of the initial guess is ``(k - 1) / (k + 1)`` for the condition number k. Every step squares it.
+    The error of the initial guess is ``(k - 1) / (k + 1)`` for the condition number k. Every step squares the error.
 
     Args:
         size: W, the number of rows of the matrix.
@@ -215,8 +216,9 @@ def fitted_votes(
 ) -> Tensor:
     """Return votes that give the kept cache slots the attention mass of all slots; [B, H, C] float32.
 
-    Every fitted vote is within ``exp(+-bias_max)``. The sum of the fitted votes is at most the sum over the free and
-    the evicted slots before the merge, because no slot stands for tokens that never existed.
+    The votes of a slot are the number of tokens that it counts for in attention. Fitted votes are between
+    ``exp(-bias_max)`` and ``exp(bias_max)``. Their sum is at most the sum of votes over the free and the evicted slots
+    before the merge, because no slot stands for tokens that never existed.
 
     Args:
         fit: The settings of the fit.
@@ -225,7 +227,7 @@ def fitted_votes(
         read: [B, H, W, C], the probabilities of the queries over all slots before the merge.
         shares: [B, H, W, C], the mass of each merged slot as a share of the mass of all slots before the merge.
         kept: [B, H, C] bool, the kept slots.
-        evicted: The slots that are evicted.
+        evicted: The slots that are evicted; `can_receive` marks the free slots, whose votes may change.
     """
     import torch
 
@@ -240,9 +242,9 @@ def fitted_votes(
 def fitted_mass(read: Tensor, shares: Tensor, kept: Tensor, free: Tensor, steps: int) -> Tensor:
     """Return factors for the votes of the kept slots that give these slots the attention mass of all slots.
 
-    The mass is the sum of attention probabilities. This is the non-negative least-squares fit ``min |sum_j f_j P_ij -
-    1|`` over the queries i, by multiplicative updates (Lee and Seung 2001), which start at 1 and stay positive without
-    a bound.
+    The mass is the sum of attention probabilities. The factors f solve the non-negative least-squares fit ``min |sum_j
+    f_j P_ij - 1|`` over the queries i, where P_ij is the share of slot j in the mass of query i. The multiplicative
+    updates (Lee and Seung 2001) start at 1 and stay positive without a bound.
 
     Args:
         read: [B, H, W, C], the probabilities of the W queries over all C slots before the merge.

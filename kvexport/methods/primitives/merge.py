@@ -1,4 +1,4 @@
-"""The merge of a `MergePolicy`: how evicted cache slots change the kept ones."""
+"""The merge rules of a `MergePolicy`: how evicted cache slots change the kept ones."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 
 def merge(policy: MergePolicy, statistics: tuple[Statistic, ...], slots: Slots, evicted: Evicted) -> Slots:
-    """Return the KV-cache slots after evicted slots have merged by a policy, and after its fit of the kept slots.
-
-    See `Method.merge`.
+    """Return the cache slots after evicted slots have merged by a policy, and after the policy's fit of the kept slots.
 
     Args:
         policy: The policy.
@@ -59,10 +57,11 @@ def _merged(policy: MergePolicy, statistics: tuple[Statistic, ...], slots: Slots
 
 
 def _with_means_added(slots: Slots, sets: MergeSets, score: Tensor) -> Tensor:
-    """Return the statistics `score` [B, H, V, K] of merged slots, the first of them replaced.
+    """Return the statistics `score` [B, H, V, K] of merged slots, with another first statistic.
 
-    The new first statistic is the sum of the merged slots' means per observation, times the observations of the merged
-    slot, which begin with its latest token.
+    The first statistic is a sum of attention probabilities. Divided by the number of queries that have seen a slot, it
+    is a mean per query. The new first statistic is the sum of the means of the merged slots, multiplied with the number
+    of queries since the latest token of the merged slot.
     """
     import torch
 
@@ -74,8 +73,8 @@ def _with_means_added(slots: Slots, sets: MergeSets, score: Tensor) -> Tensor:
 def residual_slots(policy: MergePolicy, slots: Slots, evicted: Evicted) -> Tensor:
     """Return a mask of the residual slots, into which evicted slots may merge as a running mean; [B, H, C] bool.
 
-    They are the share `policy.residual` of the slots that can receive, at least one: first slots that have merged
-    before, then those of lowest importance.
+    Residual slots are the share `policy.residual` of the slots that can receive, at least one: first slots that have
+    merged before, then the slots of lowest importance.
     """
     import torch
 

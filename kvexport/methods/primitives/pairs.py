@@ -1,8 +1,8 @@
 """Merges of neighbouring cache slots in pairs, both keys rotated to one position (AsymKV, KVSlimmer).
 
-Unprotected slots in order of position form the pairs (1, 2), (3, 4), ..., so no slot is in two pairs. The least
-attended pairs merge: the older slot is evicted into the younger. Values become means weighted by votes, and votes add
-up. If merging pairs does not free enough slots, the least attended slots are dropped.
+The slots that are neither sinks nor recent form, in order of position, the pairs (1, 2), (3, 4), ..., so no slot is in
+two pairs. The least attended pairs merge: the older slot is evicted into the younger. Values become means weighted by
+votes, and votes add up. If merging pairs does not free enough slots, the least attended slots are dropped.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 def pair_order(scores: Tensor, unprotected: Tensor, *, share: bool) -> Tensor:
     """Return keep scores that evict the older slots of pairs of neighbours first, then all others; [B, H, C] float32.
 
-    Pairs are ordered by the sum of their two importances, all other slots by their own importance.
+    Pairs are ordered by the sum of the importances of their two slots, all other slots by their own importance.
 
     Args:
         scores: [B, H, C], the importance of every slot.
-        unprotected: [B, H, C] bool, the unprotected slots.
-        share: Whether all heads take the same pairs, by the sum of their importances. The pairs are equal by slot
-            index, which stands for the same position in all heads as long as every merge was shared.
+        unprotected: [B, H, C] bool, the slots that are neither sinks nor recent.
+        share: Whether all heads take the same pairs, by the sum of their importances. A pair has the same slot indices
+            in all heads, which stand for the same positions as long as every merge was shared.
     """
     import torch
 
@@ -47,8 +47,8 @@ def pair_order(scores: Tensor, unprotected: Tensor, *, share: bool) -> Tensor:
 def merge_pairs(policy: MergePolicy, slots: Slots, evicted: Evicted) -> tuple[MergeSets, Tensor, Tensor, Tensor]:
     """Return the merged pairs of cache slots as sets, their keys and values [B, H, V, D], and their votes [B, H, V].
 
-    The older key is rotated to the position of the younger one. The new key is the mean by `key_weights`, the new value
-    ``sum n v / sum n`` and the new votes ``sum n``, where n are the votes.
+    The older key is rotated to the position of the younger one. The new key is the mean of both by `key_weights`, the
+    new value ``sum n v / sum n`` and the new votes ``sum n``, where v are the values and n the votes.
     """
     import torch
 
@@ -71,8 +71,8 @@ def merge_pairs(policy: MergePolicy, slots: Slots, evicted: Evicted) -> tuple[Me
 def key_weights(policy: MergePolicy, slots: Slots, sets: MergeSets) -> tuple[Tensor, Tensor]:
     """Return the weights of the younger and of the older slot's key in each merged pair, each [B, H, V].
 
-    Weights are not negative. They are the last statistic, or KVSlimmer's terms of the Hessian if `policy.weigh` is
-    ``hessian``. The younger slot is the target of the merge.
+    The weights are the last statistic of the slots, or KVSlimmer's terms of the Hessian if `policy.weigh` is
+    ``hessian``. Weights are not negative.
     """
     import torch
 
@@ -94,7 +94,7 @@ def key_weights(policy: MergePolicy, slots: Slots, sets: MergeSets) -> tuple[Ten
 def _older(unprotected: Tensor) -> Tensor:
     """Return a mask of the first (older) slot of every pair of neighbouring unprotected slots; [B, H, C] bool.
 
-    Unprotected slots are contiguous: sinks come before them, recent and empty slots after.
+    Unprotected slots, those that may be evicted, are contiguous: sinks come before them, recent and empty slots after.
     """
     import torch
 

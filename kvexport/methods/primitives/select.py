@@ -1,4 +1,4 @@
-"""The selection of evicted cache slots: the importance of each slot, and the eviction order of a policy."""
+"""The selection of evicted cache slots: the importance of each slot, and the eviction order of a merge policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAST = 1e30  # above every error
 
 
 def importance(policy: MergePolicy, slots: Slots, unprotected: Tensor) -> Tensor:
-    """Return the importance of every cache slot by the rule `policy.select`; [B, H, C] float32.
+    """Return the importance of every cache slot by the rule `select` of a merge policy; [B, H, C] float32.
 
     Args:
         policy: The policy.
@@ -39,7 +39,10 @@ def importance(policy: MergePolicy, slots: Slots, unprotected: Tensor) -> Tensor
 
 
 def mean_per_observation(slots: Slots) -> Tensor:
-    """Return the first statistic A of each slot per query that saw it, ``A / (now - position + 1)``; [B, H, C]."""
+    """Return each slot's first statistic divided by the number of queries that saw the slot; [B, H, C].
+
+    The number of queries is ``now - position + 1``, where `now` is the position of the latest token.
+    """
     import torch
 
     seen = torch.clamp(slots.now - slots.position + 1, min=1)
@@ -47,10 +50,10 @@ def mean_per_observation(slots: Slots) -> Tensor:
 
 
 def pooled(slots: Slots, unprotected: Tensor, reach: int) -> Tensor:
-    """Return each slot's attention summed over neighbouring slots, ``sum_{|o| <= reach} A[position + o]``; [B, H, C].
+    """Return each slot's attention summed over the positions at a distance of at most `reach`; [B, H, C].
 
-    Only unprotected slots count. The terms are added in order of position, so that slots with the same neighbours have
-    equal sums.
+    Only slots that are neither sinks nor recent count. The terms are added in order of position, so that slots with the
+    same neighbours have equal sums.
     """
     import torch
 
@@ -66,9 +69,10 @@ def pooled(slots: Slots, unprotected: Tensor, reach: int) -> Tensor:
 
 
 def keep_score(policy: MergePolicy, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
-    """Return the keep score of every cache slot by a policy; see `Method.keep_score`.
+    """Return the keep score of every cache slot by a merge policy: the slots of lowest score are evicted first.
 
-    `policy.order` selects the order: by importance, by the nearness of a target, or by the error of a merge.
+    `policy.order` selects the order: by importance, by the nearness of a slot to merge into, or by the error of a
+    merge.
     """
     import torch
 
@@ -87,9 +91,9 @@ def keep_score(policy: MergePolicy, slots: Slots, unprotected: Tensor, count: in
 
 
 def _near_first(policy: MergePolicy, slots: Slots, pool: EvictionPool, higher: Tensor) -> Tensor:
-    """Return keep scores: lowest for the pool's slots that have a near merge target, then others by importance.
+    """Return keep scores: lowest for slots of the eviction pool that have a near merge target, then by importance.
 
-    The scores are ranks, so that a slot without a near target never comes first because of its score.
+    The scores are ranks, so that a slot without a near target never comes first because of its importance.
     """
     import torch
 
@@ -104,9 +108,9 @@ def _near_first(policy: MergePolicy, slots: Slots, pool: EvictionPool, higher: T
 def _least_error_first(
     policy: MergePolicy, slots: Slots, pool: EvictionPool, pool_scores: Tensor, higher: Tensor
 ) -> Tensor:
-    """Return keep scores: the error of the cheapest merge for each slot of the pool, and ranks for other slots.
+    """Return keep scores: for slots of the eviction pool the error of their cheapest merge, for other slots ranks.
 
-    The other slots are evicted after the pool's.
+    Slots outside the eviction pool are evicted after the pool's slots.
     """
     import torch
 
@@ -125,7 +129,7 @@ class EvictionPool:
     Attributes:
         index: [B, H, P] int64, the slots of the pool, lowest importance first. P is the number of slots in the largest
             pool, at most the capacity.
-        occupied: [B, H, P] bool. True for the first slots of `index`, which are the pool of this head: a head that
+        occupied: [B, H, P] bool. True for the first slots of `index`, which are the pool of the head: a head that
             evicts fewer slots has a smaller pool.
         rank: [B, H, C] int64, the place of every slot of the cache in the order of importance, 0 the lowest.
     """

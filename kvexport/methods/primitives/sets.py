@@ -1,8 +1,8 @@
-"""Merge sets: a target and all the evicted slots that merge into it at once.
+"""Merge sets: a target, which is a kept cache slot, and all the evicted slots that merge into it at once.
 
-All quantities are computed for each evicted slot, because these are few, and only the targets' rows are written. All
-evicted slots of one set compute the same row. The first of them writes it to the target, and the others write it to
-their own slot, which is dropped anyway.
+All quantities of merge sets are computed for each evicted slot, because these are few, and only the rows of targets are
+written. All evicted slots of one set compute the same row. The first of them writes it to the target, and the others
+write it to their own slot, which is dropped anyway.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ class MergeSets:
     writes: Tensor
 
     def pair(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x [B, H, C, ...] at the targets and at the evicted slots, each [B, H, V, ...] in float32."""
+        """Return x [B, H, C, ...] at the targets of a merge and at the evicted slots, each [B, H, V, ...] in float32.
+
+        A target is the kept cache slot that an evicted slot merges into.
+        """
         return gather_rows(x, self.targets).float(), gather_rows(x, self.index).float()
 
     def sum(self, target: Tensor, evicted: Tensor) -> Tensor:
@@ -55,7 +58,7 @@ class MergeSets:
         return target + self.same @ evicted
 
     def largest(self, target: Tensor, evicted: Tensor) -> Tensor:
-        """Return the largest value of a quantity in every merge set; [B, H, V]. The arguments are those of `sum`."""
+        """Return the largest value of a quantity in every merge set (a target and its evicted slots); [B, H, V]."""
         import torch
 
         return torch.maximum(target, torch.where(self.same > 0, evicted[:, :, None, :], -torch.inf).amax(-1))
@@ -73,9 +76,9 @@ class MergeSets:
         return total / self.sum(target_weight, evicted_weight)[..., None]
 
     def latest(self, slots: Slots) -> Tensor:
-        """Return the latest token position in every merge set (a target and its evicted slots).
+        """Return the latest token position in every merge set (a target and its evicted slots); [B, H, V].
 
-        The result is [B, H, V] for V evicted slots: entry v is that of the merge set of evicted slot v.
+        Entry v of the result belongs to the merge set of evicted slot v.
         """
         import torch
 
@@ -85,8 +88,8 @@ class MergeSets:
     def scores(self, slots: Slots, statistics: tuple[Statistic, ...]) -> Tensor:
         """Return the merged statistics of every merge set (a target and its evicted slots); [B, H, V, K] float32.
 
-        Probability sums add up. Averages of exp(logit) become the mean by votes, ``S = sum p S / sum p``, stored as ln
-        S. A statistic of kind ``none`` keeps the target's value.
+        Sums of attention probabilities add up. Averages of exp(logit), which are stored as logarithms, become their
+        mean weighted by votes. A statistic of kind ``none`` keeps the target's value.
         """
         import torch
 
@@ -106,7 +109,7 @@ class MergeSets:
         return torch.stack(rows, dim=-1)
 
     def write(self, slots: Slots, key: Tensor | None, value: Tensor, votes: Tensor, score: Tensor) -> Slots:
-        """Return the cache slots with the merged result of every set written to the set's target.
+        """Return the cache slots with the merged result of every merge set written to the set's target, a kept slot.
 
         The target's position becomes the latest position of the set.
 
@@ -159,9 +162,9 @@ def merge_sets(evicted: Evicted, targets: Tensor, merges: Tensor) -> MergeSets:
 
 
 def squared_distances(x: Tensor, rows: Tensor) -> Tensor:
-    """Return the squared distances of some rows to all rows; [B, H, V, C] float32.
+    """Return the squared distances of some rows of x to all rows of x; [B, H, V, C] float32.
 
-    The error is about 1e-6 of the squared norms.
+    The error is about 1e-6 of the squared norms of the rows.
 
     Args:
         x: [B, H, C, D].
@@ -199,7 +202,7 @@ def nearness(slots: Slots, index: Tensor, measure: Literal["cosine", "dot", "dis
 
 
 def nearest(slots: Slots, evicted: Evicted, measure: Literal["cosine", "dot", "distance"]) -> tuple[Tensor, Tensor]:
-    """Return the kept slot of the nearest key for every evicted slot, and its `nearness`, each [B, H, V].
+    """Return for every evicted slot the kept slot of the nearest key, and how near the two keys are; each [B, H, V].
 
     The nearness is ``NO_TARGET`` if no slot can receive. Among equally near targets the one of lowest position is
     chosen.

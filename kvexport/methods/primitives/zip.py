@@ -17,16 +17,17 @@ def zipped(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the merged key and value [B, H, V, D] and votes [B, H, V] of every merge set by KeepKV's rule.
 
-    With the weights ``w = p exp(logit)``, where p are the votes, the new key is ``k = sum w k / sum w``, and the new
-    value likewise. With ``L = sum w logit / sum w`` the mode decides the votes and the key's length.
+    A merge set is a kept slot with the evicted slots that merge into it. The weight of a slot is ``w = p exp(logit)``,
+    where p are its votes. The new key is ``k = sum w k / sum w``, and the new value likewise. With ``L = sum w logit /
+    sum w`` the mode decides the votes and the key's length.
 
     Args:
         slots: The layer's cache.
         sets: The merge sets.
         logit: [B, H, C], ln of the score that weights the merge.
         mode: ``mean`` adds votes up. ``vote`` stores fractional votes, ``ln p = ln(sum w) - L``. ``key`` adds votes up
-            and scales the key by ``(ln(sum w) - ln(sum p)) / L`` (Eq. 7), or does as ``vote`` if that factor is outside
-            [1/x, x].
+            and scales the key by ``(ln(sum w) - ln(sum p)) / L`` (Eq. 7 of the KeepKV paper), or does as ``vote`` if
+            that factor is outside [1/x, x].
         key_factor_max: The bound x.
     """
     import torch
@@ -58,8 +59,9 @@ def zipped(
 def key_factor(log_mean: Tensor, mean_logit: Tensor) -> Tensor:
     """Return the factor ``ln m / L`` by which KeepKV scales a merged key (Eq. 7 of arXiv 2504.09936).
 
-    The factor is infinite at the pole. It is 1 if both logarithms are equal up to rounding, because L may then be 0 and
-    the ratio noise.
+    ln m is the logarithm of the votes-weighted mean of exp(logit) over the merged slots, and L a mean of their logits.
+    The factor is infinite at the pole L = 0. The factor is 1 if both logarithms are equal up to rounding, because L may
+    then be 0 and the ratio noise.
 
     Args:
         log_mean: [B, H, V], ln m = ln(sum w) - ln(sum p), for the votes p and the weights w = p exp(logit) of a merge

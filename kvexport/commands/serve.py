@@ -1,13 +1,20 @@
-"""The command `kvexport serve`: an artifact behind the HTTP APIs of OpenAI and Anthropic."""
+"""The command `kvexport serve`: one model or several behind the HTTP APIs of OpenAI and Anthropic."""
 
 from __future__ import annotations
 
 import ipaddress
 import logging
 import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
 
 from kvexport.commands.options import (
     BackendOption,
@@ -16,15 +23,12 @@ from kvexport.commands.options import (
     DeviceOption,
     MaxLengthOption,
     SetOption,
-    SourceArgument,
     backend_option,
     in_panel,
 )
 from kvexport.errors import UsageError
-from kvexport.serve.settings import check_keys
+from kvexport.serve.settings import KEY_VARIABLE, SUPERVISED, check_keys
 from kvexport.units import parse_bytes
-
-KEY_VARIABLE = "KVEXPORT_API_KEY"
 
 
 class LogLevel(str, Enum):
@@ -42,7 +46,15 @@ server_option, request_option, session_option = (
 
 
 def serve(
-    source: SourceArgument,
+    context: typer.Context,
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL",
+            help="The folder of an artifact; or a hub id, a checkpoint's folder or a GGUF file, which is built the "
+            "first time. Several are loaded when they are asked for.",
+        ),
+    ],
     budget: BudgetOption = None,
     max_length: MaxLengthOption = None,
     calibrate: CalibrateOption = None,
@@ -86,6 +98,15 @@ def serve(
         list[str] | None,
         server_option(
             metavar="URL", help="Let web pages of this origin call the server; '*' is any. This option is repeatable."
+        ),
+    ] = None,
+    keep_alive: Annotated[
+        float | None,
+        server_option(
+            min=1,
+            metavar="SECONDS",
+            help="Unload a model that got no request for this long. [default: 300 with several models, else never]",
+            show_default=False,
         ),
     ] = None,
     log_level: Annotated[
@@ -154,23 +175,32 @@ def serve(
     After SIGTERM or an interrupt, running requests may end. `kvexport docs tasks/serve` describes routes, limits,
     metrics and security.
 
+    With several models, requests name one of them. Its process starts with the first request, and ends after
+    --keep-alive seconds without one. All options hold for each model.
+
     Example: kvexport serve Qwen/Qwen3-0.6B --budget 1024
     """
+    supervised = os.environ.pop(SUPERVISED, None)
+    if supervised:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
     keys = keys_of(host, api_key)
     _log(log_level)
     from kvexport.packages import require
 
     require("serve")
     from kvexport.commands.loading import adapters_of, load_engine
-    from kvexport.models import is_model
     from kvexport.serve.app import create_app
     from kvexport.serve.run import listen, run
     from kvexport.serve.settings import ServeSettings
     from kvexport.terminal import say
 
-    adapters = adapters_of(adapter or ())
+    names = _names(sources)
+    several = len(sources) > 1 or keep_alive is not None
+    if several and (name or adapter):
+        raise UsageError("--name and --adapter are for one model that stays loaded", "a server of its own for it")
+    source, adapters = sources[0], adapters_of(adapter or ())
     settings = ServeSettings(
-        names=tuple(name or (source if is_model(source) else Path(source).resolve().name,)),
+        names=tuple(name or names),
         api_keys=keys,
         hosts=tuple(allow_host or ()),
         origins=tuple(allow_origin or ()),
@@ -188,6 +218,20 @@ def serve(
         drain=drain,
     )
     listener = listen(host, port, settings.stall)  # before the model is loaded: that takes longer
+    shown = f"[{host}]" if ":" in host else host
+    url = f"http://{shown}:{listener.getsockname()[1]}"
+
+    def ready() -> None:
+        print(url, flush=True)
+        where = f"OpenAI's API at {url}/v1, Anthropic's at {url}, a chat page at {url}/"
+        say(f"{source} is loaded" if supervised else f"ready: {where}")
+
+    if several:
+        from kvexport.serve.models import create_models_app
+
+        commands = {one: _command(context, source, one) for one, source in names.items()}
+        run(create_models_app(commands, settings, 300.0 if keep_alive is None else keep_alive), listener, ready)
+        return
     engine = load_engine(
         source,
         budget,
@@ -202,14 +246,51 @@ def serve(
     )
     app = create_app(engine, settings)
     say(f"memory: {app.state.service.memory}")
-    shown = f"[{host}]" if ":" in host else host
-    url = f"http://{shown}:{listener.getsockname()[1]}"
-
-    def ready() -> None:
-        print(url, flush=True)
-        say(f"ready: OpenAI's API at {url}/v1, Anthropic's at {url}, a chat page at {url}/")
-
     run(app, listener, ready)
+
+
+def _names(sources: Sequence[str]) -> dict[str, str]:
+    """Return the model or artifact of each name that requests use: a hub id or path, or the name of a folder."""
+    from kvexport.artifact.reading import load_manifest
+    from kvexport.models import is_model
+
+    names: dict[str, str] = {}
+    for source in sources:
+        name = source if is_model(source) else Path(source).resolve().name
+        if name in names:
+            raise UsageError(f"two models are named {name}", "copies in folders of other names")
+        if name != source and len(sources) > 1:
+            load_manifest(Path(source), verify=False)  # names what is missing before a request asks for it
+        names[name] = source
+    return names
+
+
+# What the server has itself, and what each model's process gets from it.
+_OWN = ("sources", "host", "port", "api_key", "allow_host", "allow_origin", "keep_alive", "session_folder", "name")
+
+
+def _command(context: typer.Context, source: str, name: str) -> list[str]:
+    """Return the command that serves one model on a free port, with the options of this command."""
+    command = [sys.executable, "-m", "kvexport", "serve", source, "--port=0", f"--name={name}"]
+    for parameter in context.command.params:
+        origin = context.get_parameter_source(str(parameter.name))
+        if parameter.name in _OWN or origin is None or origin.name != "COMMANDLINE":
+            continue
+        values: Any = context.params[str(parameter.name)]
+        for value in values if isinstance(values, list | tuple) else [values]:
+            if isinstance(value, bool):
+                command.append((parameter.opts if value else parameter.secondary_opts)[0])
+            else:
+                command.append(f"{parameter.opts[0]}={value.value if isinstance(value, Enum) else value}")
+    if (folder := context.params["session_folder"]) is not None:
+        command.append(f"--session-folder={folder / quote(name, safe='')}")
+    return command
+
+
+def _end_with_parent() -> None:
+    """End this process when the process that started it has ended, which closes its pipe."""
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _log(level: LogLevel) -> None:

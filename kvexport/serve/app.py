@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any
 
 from pydantic import BaseModel
 from starlette.applications import Starlette
@@ -33,10 +34,11 @@ from kvexport.serve.sessions import ENDS, RESTARTED
 from kvexport.serve.settings import ServeSettings
 from kvexport.serve.stats import measure, slots, stats
 from kvexport.serve.streams import ClientGone
-from kvexport.serve.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
+from kvexport.serve.tokens import DetokenizeBody, TokenizeBody, detokenize, embeddings, tokenize
 from kvexport.version import __version__
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
+Bound = Callable[[Request], Awaitable[Response]]
 _BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
@@ -67,40 +69,27 @@ def create_app(engine: Engine, settings: ServeSettings | None = None) -> Starlet
             if service.tracing is not None:
                 service.tracing.close()
 
-    routes: list[tuple[str, str, Handler]] = [
-        ("GET", "/", page),
-        ("GET", "/stats", stats),
-        ("GET", "/stats/slots", slots),
-        ("GET", "/health", health),
-        ("GET", "/ready", ready),
-        ("GET", "/metrics", metrics),
-        ("GET", "/version", version),
-        ("GET", "/v1/models", models),
-        ("GET", "/v1/models/{name:path}", model),
-        ("POST", "/v1/chat/completions", chat_completions),
-        ("POST", "/v1/completions", completions),
-        ("POST", "/v1/responses", create_response),
-        ("GET", "/v1/responses/{name}", get_response),
-        ("DELETE", "/v1/responses/{name}", delete_response),
-        ("POST", "/v1/messages", messages),
-        ("POST", "/v1/messages/count_tokens", count_tokens),
-        ("GET", "/v1/sessions/{name}", get_session),
-        ("PUT", "/v1/sessions/{name}", put_session),
-        ("DELETE", "/v1/sessions/{name}", delete_session),
-        ("POST", "/tokenize", tokenize),
-        ("POST", "/detokenize", detokenize),
-        ("GET", "/openapi.json", openapi),
-    ]
-    service.description = describe(routes, _BODIES)
+    routes = [(method, path, functools.partial(_traced, service, handler)) for method, path, handler in ROUTES]
+    app = application(routes, service.settings, life)
+    app.state.service, app.state.drain = service, service.worker.drain
+    return app
+
+
+def application(
+    routes: Sequence[tuple[str, str, Bound]],
+    settings: ServeSettings,
+    life: Callable[[Starlette], AbstractAsyncContextManager[None]],
+) -> Starlette:
+    """Return an ASGI application of routes (method, path, handler), with access control, errors and a log."""
     app = Starlette(
-        routes=[Route(path, functools.partial(_answer, service, handler), methods=[m]) for m, path, handler in routes],
+        routes=[Route(path, functools.partial(_answer, handler), methods=[method]) for method, path, handler in routes],
         # CORS comes before the guard: a browser asks without the key whether a page may send it, and reads errors only
         # with these headers.
-        middleware=[Middleware(_Requests), *_cors(service.settings), Middleware(Guard, settings=service.settings)],
+        middleware=[Middleware(_Requests), *_cors(settings), Middleware(Guard, settings=settings)],
         exception_handlers={HTTPException: _no_route, Exception: _failed},
         lifespan=life,
     )
-    app.state.service = service
+    app.state.settings = settings
     return app
 
 
@@ -146,11 +135,15 @@ def _cors(settings: ServeSettings) -> list[Middleware]:
     ]
 
 
-async def _answer(service: Service, handler: Handler, request: Request) -> Response:
+async def _traced(service: Service, handler: Handler, request: Request) -> Response:
     if service.tracing is not None:
         service.tracing.enter(request.headers)
+    return await handler(service, request)
+
+
+async def _answer(handler: Bound, request: Request) -> Response:
     try:
-        response = await handler(service, request)
+        response = await handler(request)
         if ignored := getattr(request.state, "ignored", ""):
             response.headers[IGNORED] = ignored
         return response
@@ -196,14 +189,19 @@ async def metrics(service: Service, _: Request) -> Response:
     return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
-async def version(service: Service, _: Request) -> Response:
+async def version(_: Service | None, __: Request) -> Response:
     """Answer /version: the version of kvexport."""
     return JSONResponse({"version": __version__})
 
 
-async def openapi(service: Service, _: Request) -> Response:
+async def openapi(_: Service | None, __: Request) -> Response:
     """Answer /openapi.json: the routes and the bodies that they take."""
-    return JSONResponse(service.description)
+    return JSONResponse(_description())
+
+
+@functools.cache
+def _description() -> dict[str, Any]:
+    return describe(ROUTES, _BODIES)
 
 
 async def models(service: Service, _: Request) -> Response:
@@ -225,3 +223,30 @@ def _model(service: Service, name: str) -> dict[str, object]:
     limit = service.engine.max_length
     about = {"id": name, "object": "model", "created": _STARTED, "owned_by": "kvexport", "max_model_len": limit}
     return {**about, "parent": service.model} if service.adapter(name) else about
+
+
+ROUTES: list[tuple[str, str, Handler]] = [
+    ("GET", "/", page),
+    ("GET", "/stats", stats),
+    ("GET", "/stats/slots", slots),
+    ("GET", "/health", health),
+    ("GET", "/ready", ready),
+    ("GET", "/metrics", metrics),
+    ("GET", "/version", version),
+    ("GET", "/v1/models", models),
+    ("GET", "/v1/models/{name:path}", model),
+    ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/completions", completions),
+    ("POST", "/v1/responses", create_response),
+    ("GET", "/v1/responses/{name}", get_response),
+    ("DELETE", "/v1/responses/{name}", delete_response),
+    ("POST", "/v1/messages", messages),
+    ("POST", "/v1/messages/count_tokens", count_tokens),
+    ("GET", "/v1/sessions/{name}", get_session),
+    ("PUT", "/v1/sessions/{name}", put_session),
+    ("DELETE", "/v1/sessions/{name}", delete_session),
+    ("POST", "/tokenize", tokenize),
+    ("POST", "/detokenize", detokenize),
+    ("POST", "/v1/embeddings", embeddings),
+    ("GET", "/openapi.json", openapi),
+]

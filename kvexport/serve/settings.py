@@ -10,6 +10,8 @@ from kvexport.errors import UsageError
 from kvexport.machine import KEPT_BYTES
 
 MIB = 1 << 20
+KEY_VARIABLE = "KVEXPORT_API_KEY"  # an API key of a server
+SUPERVISED = "KVEXPORT_SUPERVISED"  # set for a process that ends with the process that started it
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,237 @@
+"""Several models behind one address: each runs in a server process of its own while it is used.
+
+A process gives all memory of its model back when it ends, and the load of one model holds up no answer of another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from subprocess import PIPE
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import httpx2
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvexport.serve.app import ROUTES, Bound, application, openapi, version
+from kvexport.serve.bodies import read_bytes
+from kvexport.serve.errors import ApiError, engine_failed
+from kvexport.serve.fields import Body, parse
+from kvexport.serve.prompts import LONG_TEXT
+from kvexport.serve.sessions import ENDS, HEADER
+from kvexport.serve.settings import KEY_VARIABLE, SUPERVISED, ServeSettings
+from kvexport.serve.streams import EventStream, error_event, unless_gone
+
+_TO_PROCESS = ("accept", "content-type", "traceparent", "tracestate", "anthropic-version", "anthropic-beta", HEADER)
+_OWN = ("content-length", "transfer-encoding", "connection", "date", "server", "content-encoding")
+_STARTED = int(time.time())
+
+
+class _Routed(Body):
+    """The fields of a request's body that choose the model's process."""
+
+    session_id: Any = None
+
+
+class Model:
+    """A model, and the process that serves it while it is used."""
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        self.name, self.command = name, command
+        self.users = 0  # requests that are being answered
+        self.used = 0.0  # time.monotonic() of the end of the last one
+        self.has_sessions = False  # whether the process has sessions that are lost when it ends
+        self._key = secrets.token_hex(32)
+        self._process: asyncio.subprocess.Process | None = None
+        self._starting: asyncio.Task[str] | None = None
+        self._changing = asyncio.Lock()
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the model's process runs."""
+        return self._process is not None and self._process.returncode is None
+
+    @property
+    def key(self) -> dict[str, str]:
+        """The header that lets a request in at the model's process."""
+        return {"authorization": f"Bearer {self._key}"}
+
+    async def url(self) -> str:
+        """Return the address of the model's process, which is started if it does not run."""
+        if self._starting is None or (self._starting.done() and not self.loaded):
+            self._starting = asyncio.create_task(self._start())
+        return await asyncio.shield(self._starting)  # the start goes on if this client goes away
+
+    async def _start(self) -> str:
+        async with self._changing:  # a process that ends may hold the folder of the sessions until then
+            environment = {**os.environ, KEY_VARIABLE: self._key, SUPERVISED: "1"}
+            process = await asyncio.create_subprocess_exec(*self.command, stdin=PIPE, stdout=PIPE, env=environment)
+            assert process.stdout is not None
+            self._process, self.has_sessions, self.used = process, False, time.monotonic()
+            line = await process.stdout.readline()
+            if not line:
+                await process.wait()
+                message = f"the model {self.name} could not be loaded; the server's log says why"
+                raise ApiError(503, message, code="model_not_loaded")
+            return line.decode().strip()
+
+    async def stop(self, seconds: float) -> None:
+        """End the process. Requests that it still answers have `seconds` for their end."""
+        process, self._process = self._process, None
+        async with self._changing:
+            if process is None or process.returncode is not None:
+                return
+            with suppress(ProcessLookupError):
+                process.terminate()
+                try:
+                    await asyncio.wait_for(process.wait(), seconds + 10)
+                except TimeoutError:
+                    process.kill()
+                    await process.wait()
+
+
+class Models:
+    """The models of a server by their names, and the requests that go to their processes."""
+
+    def __init__(self, commands: Mapping[str, Sequence[str]], settings: ServeSettings, idle: float | None) -> None:
+        self.by_name = {name: Model(name, command) for name, command in commands.items()}
+        self.settings, self.idle = settings, idle
+        self._client = httpx2.AsyncClient(
+            timeout=None,
+            trust_env=False,
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
+        )
+        self._long = anyio.CapacityLimiter(1)
+
+    async def forward(self, request: Request) -> Response:
+        """Answer a request as the process of its model answers it."""
+        posted = request.method == "POST"
+        data = await read_bytes(request, self.settings.body if posted else self.settings.session_memory)
+        body = await self._parsed(data) if posted else _Routed(model=request.query_params.get("model"))
+        model = self._model(body.model, posted)
+        if posted or "/sessions/" in request.url.path:
+            model.users += 1
+            request.scope[ENDS].callback(self._release, model)
+        elif not model.loaded and request.url.path != "/":
+            raise ApiError(503, f"{model.name} is not loaded: a request to it loads it", code="model_not_loaded")
+        url = await unless_gone(request.receive, model.url())
+        named = HEADER in request.headers or body.session_id or request.method == "PUT"
+        model.has_sessions |= bool(named) and self.settings.session_folder is None
+        headers = {name: request.headers[name] for name in _TO_PROCESS if name in request.headers}
+        target = f"{url}{request.scope['raw_path'].decode('latin-1')}?{request.url.query}"
+        try:
+            sent = self._client.build_request(request.method, target, headers=headers | model.key, content=data)
+            answer = await unless_gone(request.receive, self._client.send(sent, stream=True))
+            kept = {name: value for name, value in answer.headers.items() if name.lower() not in _OWN}
+            if answer.headers.get("content-type", "").startswith("text/event-stream"):
+                return EventStream(
+                    _events(answer, request.url.path), self.settings.stall, on_end=lambda: None, headers=kept
+                )
+            try:
+                content = await unless_gone(request.receive, answer.aread())
+            finally:
+                await answer.aclose()
+            return Response(content, answer.status_code, kept)
+        except httpx2.TransportError as error:
+            raise ApiError(503, f"the process of {model.name} has ended; send the request again") from error
+
+    async def names(self, _: Request) -> Response:
+        """Answer /v1/models: the names of all models, and whether they are loaded."""
+        return JSONResponse({"object": "list", "data": [_about(model) for model in self.by_name.values()]})
+
+    async def describe(self, request: Request) -> Response:
+        """Answer /v1/models/NAME: a description of one model."""
+        return JSONResponse(_about(self._named(request.path_params["name"])))
+
+    @asynccontextmanager
+    async def life(self, _: Starlette) -> AsyncIterator[None]:
+        """End the processes of models that are not used, and at the end all of them."""
+        unloading = asyncio.create_task(self._unload_idle())
+        try:
+            yield
+        finally:
+            unloading.cancel()
+            await asyncio.gather(*(model.stop(self.settings.drain) for model in self.by_name.values()))
+            await self._client.aclose()
+
+    async def _parsed(self, data: bytes) -> _Routed:
+        if len(data) <= LONG_TEXT:
+            return parse(_Routed, data)
+        return await anyio.to_thread.run_sync(parse, _Routed, data, limiter=self._long)
+
+    def _model(self, name: str | None, posted: bool) -> Model:
+        if name is not None:
+            return self._named(name)
+        used = [model for model in self.by_name.values() if model.loaded] if not posted else []
+        return max(used, key=lambda model: model.used, default=next(iter(self.by_name.values())))
+
+    def _named(self, name: str) -> Model:
+        if name not in self.by_name:
+            message = f"there is no model {name[:200]!r} here, but {', '.join(self.by_name)}"
+            raise ApiError(404, message, code="model_not_found", param="model")
+        return self.by_name[name]
+
+    def _release(self, model: Model) -> None:
+        model.users -= 1
+        model.used = time.monotonic()
+
+    async def _unload_idle(self) -> None:
+        while self.idle is not None:
+            await asyncio.sleep(min(1.0, self.idle / 4))
+            for model in self.by_name.values():
+                idle = time.monotonic() - model.used >= self.idle
+                if model.loaded and not model.users and not model.has_sessions and idle:
+                    await model.stop(0)
+
+
+def create_models_app(
+    commands: Mapping[str, Sequence[str]], settings: ServeSettings, idle: float | None = None
+) -> Starlette:
+    """Return the ASGI application of several models.
+
+    Args:
+        commands: For each model's name the command that serves it and prints its address.
+        settings: The limits of the server.
+        idle: Seconds without a request after which a model's process ends; None never ends one.
+    """
+    models = Models(commands, settings, idle)
+    own: dict[str, Bound] = {
+        "/health": _works,
+        "/ready": _works,
+        "/version": partial(version, None),
+        "/openapi.json": partial(openapi, None),
+        "/v1/models": models.names,
+        "/v1/models/{name:path}": models.describe,
+    }
+    routes = [(method, path, own.get(path, models.forward)) for method, path, _ in ROUTES]
+    app = application(routes, settings, models.life)
+    app.state.drain = asyncio.sleep  # uvicorn waits for the answers
+    return app
+
+
+async def _works(_: Request) -> Response:
+    return JSONResponse({"status": "ok"})
+
+
+async def _events(answer: httpx2.Response, path: str) -> AsyncGenerator[bytes]:
+    try:
+        async for chunk in answer.aiter_raw():
+            yield chunk
+    except httpx2.TransportError:
+        yield error_event(engine_failed(), path)
+    finally:
+        await answer.aclose()
+
+
+def _about(model: Model) -> dict[str, object]:
+    about = {"id": model.name, "object": "model", "created": _STARTED, "owned_by": "kvexport"}
+    return {**about, "loaded": model.loaded}

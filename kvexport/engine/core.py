@@ -366,7 +366,7 @@ class EngineCore:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UsageError("the artifact has no tokenizer.json, so a prompt cannot be text", "pass token ids")
-            prompt = self.tokenizer.encode(prompt, add_special_tokens=after is None)
+            prompt = self.tokenizer.encode(prompt) if after is None else self.tokenizer.encode_within(prompt)
         ids = _checked_ids(prompt, self.vocabulary, empty=after is not None)
         if after is not None:
             ids = np.concatenate([after.ids, ids])

@@ -115,6 +115,11 @@ class Tokenizer:
         """Return the token ids of a text that continues another text: no space is put before it, no token added."""
         return self._within.encode(text, add_special_tokens=False)
 
+    @property
+    def adds_spaces(self) -> bool:
+        """Whether the tokenizer puts a space before a text, as those of Llama 2 and Mistral do."""
+        return self._within is not self
+
     @cached_property
     def _within(self) -> Tokenizer:
         import tokenizers

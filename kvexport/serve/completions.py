@@ -63,7 +63,7 @@ async def completions(service: Service, request: Request) -> Response:
         await service.sessions.begin(turn, required=True)
     prepared, echoes = Prepared([], turn), []
     for prompt in prompts:
-        ids = await service.prompts.encode(prompt, special=turn is None or turn.snapshot is None)
+        ids = await service.prompts.encode(prompt, within=turn is not None and turn.snapshot is not None)
         one = await service.follow(
             ids,
             turn,
@@ -112,7 +112,7 @@ class CompletionStream:
 
     def add(self, update: Update) -> bytes:
         """Return the server-sent events with the new text of one choice."""
-        i, text, logprobs = update.choice, text_of(update.tokens), None
+        i, text, logprobs = update.choice, update.text, None
         if self._texts is not None and update.tokens:
             logprobs = self._texts.completion(update.tokens, self._written[i])
         self._written[i] += len(text)

@@ -39,15 +39,15 @@ class Prompts:
         self._beside = beside
 
     async def encode(
-        self, prompt: str | Sequence[int], *, special: bool = True, fits: bool = True
+        self, prompt: str | Sequence[int], *, special: bool = True, within: bool = False, fits: bool = True
     ) -> Sequence[int] | NDArray[Any]:
-        """Return the token ids of a prompt, encoded outside the event loop's thread."""
+        """Return the token ids of a prompt, or of a text that continues another one (`within`)."""
 
         def work() -> Sequence[int] | NDArray[Any]:
             tokenizer = self.engine.tokenizer
             if not isinstance(prompt, str) or tokenizer is None:
                 return self._fitting(prompt)
-            ids = self._encoded(tokenizer, prompt, special=special)
+            ids = self._encoded(tokenizer, prompt, special=special, within=within)
             return self._fitting(ids) if fits else ids
 
         return await self._beside(work, len(prompt))
@@ -96,13 +96,13 @@ class Prompts:
             message = f"This model's maximum context length is {limit} tokens, and the prompt has {count}: "
             raise ApiError(400, message + "context_length_exceeded", code="context_length_exceeded", param="messages")
 
-    def _encoded(self, tokenizer: Tokenizer, text: str, *, special: bool) -> list[int]:
+    def _encoded(self, tokenizer: Tokenizer, text: str, *, special: bool, within: bool = False) -> list[int]:
         """Return the token ids of a text. A text that is too long for the model in any encoding is refused first."""
         least = tokenizer.least_tokens(text)
         if least >= self.engine.max_length and len(text) > _SHORT_TEXT:
             self.check_length(least, at_least=True)
         try:
-            return tokenizer.encode(text, add_special_tokens=special)
+            return tokenizer.encode_within(text) if within else tokenizer.encode(text, add_special_tokens=special)
         finally:
             if len(text) > LARGE_TEXT:
                 give_back_memory()

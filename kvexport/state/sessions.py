@@ -256,11 +256,17 @@ def next_turn(
     """
     if engine.chat_template is None or engine.tokenizer is None:
         return None
+    tokenizer, seen = engine.tokenizer, snapshot.ids.tolist()
     text = engine.chat_template.render(messages, tools, **variables)
-    known = engine.tokenizer.decode(snapshot.ids.tolist(), skip_special_tokens=False)
+    # Such tokenizers put spaces behind special tokens too, and then a decoded prompt is not the text that it came from.
+    if tokenizer.adds_spaces and tokenizer.least_tokens(text) < engine.max_length:
+        whole = tokenizer.encode(text, add_special_tokens=False)
+        if whole[: len(seen)] == seen and len(whole) > len(seen):
+            return np.array(whole[len(seen) :], np.int64)
+    known = tokenizer.decode(seen, skip_special_tokens=False)
     if not text.startswith(known) or len(text) == len(known):
         return None
-    return np.array(engine.tokenizer.encode(text[len(known) :], add_special_tokens=False), np.int64)
+    return np.array(tokenizer.encode_within(text[len(known) :]), np.int64)
 
 
 class _KnownNames:

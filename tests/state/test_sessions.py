@@ -9,7 +9,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,11 +18,18 @@ import pytest
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.engine.request import Request
+from kvexport.engine.core import EngineCore
 from kvexport.errors import EnvironmentProblem, SnapshotError, UsageError
+from kvexport.language.chat import ChatTemplate
 from kvexport.state.sessions import SUFFIX, SessionConflict, SessionLost, SessionStore, _locked, next_turn
 from kvexport.state.snapshot import Snapshot
 from tests.support.artifacts import PYTHON_PATH
+from tests.support.tokenizers import FAMILIES, tokenizer_of
 
+INSTRUCT = (
+    "<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
 PROMPTS = [[n] * (20 + n) for n in range(6)]
 
 
@@ -384,3 +392,40 @@ def test_the_next_turn_of_a_conversation_reads_only_its_own_tokens(tiny_artifact
     assert next_turn(engine, start, talk) is None
     engine.__dict__["chat_template"] = None
     assert next_turn(engine, start, talk) is None
+
+
+def test_a_conversation_gets_no_spaces_between_its_turns() -> None:
+    """In every turn the session's tokens are those of the whole conversation, encoded at once."""
+    for name in FAMILIES:
+        tokenizer = tokenizer_of(name)
+        talk: list[dict[str, str]] = []
+        template = ChatTemplate({"default": INSTRUCT}, {}, "here")
+        engine: Any = SimpleNamespace(chat_template=template, tokenizer=tokenizer, max_length=1000)
+        seen: list[int] = []
+        for i in range(4):
+            talk.append({"role": "user", "content": f"count {i} from JSON"})
+            new = next_turn(engine, cast(Snapshot, SimpleNamespace(ids=np.array(seen))), talk) if seen else None
+            whole = tokenizer.encode(template.render(talk), add_special_tokens=False)
+            assert new is not None or not seen, name
+            assert whole == [*seen, *(whole if new is None else new.tolist())], name
+            talk.append({"role": "assistant", "content": "team red"})
+            seen = tokenizer.encode(template.render(talk).removesuffix("</s>"), add_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Gemma", "GPT-2"])
+def test_a_turn_after_an_answer_in_other_tokens_gets_no_space(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    engine: Any = SimpleNamespace(
+        chat_template=Template(), tokenizer=tokenizer, max_length=1000, vocabulary=5000, manifest=None
+    )
+    talk = [{"role": "user", "content": "team"}]
+    seen = tokenizer.encode(Template().render(talk), add_special_tokens=False)
+    seen += [i for letter in "count" for i in tokenizer.encode_within(letter)]
+    for _ in range(3):
+        talk += [{"role": "assistant", "content": "count"}, {"role": "user", "content": "more"}]
+        new = next_turn(engine, cast(Snapshot, SimpleNamespace(ids=np.array(seen))), talk)
+        assert new is not None
+        assert tokenizer.decode([*seen, *new], skip_special_tokens=False) == Template().render(talk)
+        after: Any = SimpleNamespace(ids=np.array(seen))
+        assert EngineCore.encode(engine, ".umore.a", after=after).tolist() == [*seen, *new]
+        seen += [*new.tolist(), *(i for letter in "count" for i in tokenizer.encode_within(letter))]

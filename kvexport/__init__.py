@@ -28,6 +28,7 @@ if _TYPE_CHECKING:
     from kvexport.engine.options import EngineOptions
     from kvexport.engine.request import Request
     from kvexport.errors import KvexportError
+    from kvexport.language.grammar import Grammar
     from kvexport.language.settings import GenerationSettings
     from kvexport.language.token import Token
     from kvexport.models import LLM, build, load
@@ -40,6 +41,7 @@ __all__ = [
     "Engine",
     "EngineOptions",
     "GenerationSettings",
+    "Grammar",
     "KvexportError",
     "Recipe",
     "Request",
@@ -56,6 +58,7 @@ _HOMES = {
     "Engine": "kvexport.engine.engine",
     "EngineOptions": "kvexport.engine.options",
     "GenerationSettings": "kvexport.language.settings",
+    "Grammar": "kvexport.language.grammar",
     "KvexportError": "kvexport.errors",
     "Recipe": "kvexport.recipe.fields",
     "Request": "kvexport.engine.request",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -89,11 +90,23 @@ class AsyncEngine:
                 yield token
 
     async def achat(
-        self, messages: Sequence[Message], settings: GenerationSettings | None = None, **overrides: Any
+        self,
+        messages: Sequence[Message],
+        settings: GenerationSettings | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] | None = None,
+        response_format: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
+        logits_processor: Processors = None,
+        **overrides: Any,
     ) -> Completion:
         """Answer a conversation. Arguments and errors are those of `Engine.chat`."""
-        prompt = await asyncio.to_thread(self.engine.encode_chat, messages)
-        return await self.agenerate(prompt, settings, **overrides)
+        prepare = partial(self.engine._prepare_chat, messages, settings, tools, tool_choice, response_format)
+        ids, images, generation, plan = await asyncio.to_thread(prepare, **overrides)
+        processors = as_processors(logits_processor)
+        request = Request(self.engine.encode(ids), generation, processors=processors, adapter=adapter, images=images)
+        return (await self._completion(request)).split(plan)
 
     async def _request(
         self,

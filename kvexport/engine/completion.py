@@ -10,6 +10,7 @@ import numpy as np
 
 from kvexport.engine.request import FINISHED, Bundle, FinishReason, Prompt, Request, Timing
 from kvexport.errors import UsageError
+from kvexport.language.answer import AnswerPlan, ToolCall
 from kvexport.language.token import Token
 
 
@@ -22,18 +23,37 @@ class Completion:
         token_ids: The generated token ids, an eos token included.
         text: The text; "" if the artifact has no tokenizer.
         finish_reason: The reason why the answer ended; None while it goes on.
+        logprobs: The log probability of each token; empty unless `GenerationSettings.logprobs` is set.
+        top_logprobs: The likeliest tokens and their log probabilities in place of each token; empty like `logprobs`.
+        reasoning: The reasoning before the answer, if `Engine.chat` was called with tools, or if the model's answers
+            have channels. Otherwise the text includes it.
+        tool_calls: The calls of tools, if `Engine.chat` was called with tools.
     """
 
     prompt_tokens: int
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
     def append(self, token: Token) -> None:
         """Add the next generated token to the answer."""
         self.token_ids.append(token.id)
         self.text += token.text
         self.finish_reason = token.finish_reason
+        if token.logprob is not None:
+            self.logprobs.append(token.logprob)
+            self.top_logprobs.append(token.top_logprobs)
+
+    def split(self, plan: AnswerPlan) -> Completion:
+        """Split the text of the whole answer into text, reasoning and tool calls, and return the completion."""
+        answer = plan.answer()
+        answer.add(self.text, self.finish_reason)
+        self.text, self.reasoning, self.tool_calls = answer.text, answer.reasoning, answer.calls
+        return self
 
 
 class Steps(Protocol):

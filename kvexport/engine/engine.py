@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, cast, overload
@@ -18,10 +19,13 @@ from kvexport.engine.request import Bundle, Processors, Prompt, Request, as_proc
 from kvexport.errors import UsageError
 from kvexport.images.decode import ImageInput
 from kvexport.images.rows import PromptImages, encode_images, with_images
+from kvexport.language.answer import AnswerPlan, plan_answer
 from kvexport.language.chat import ChatTemplate, Message, images_of_messages, read_chat_template
+from kvexport.language.forms import response_form
 from kvexport.language.settings import GenerationSettings
 from kvexport.language.token import Token
 from kvexport.language.tokenizer import FILE_NAME
+from kvexport.language.tools import check_tools, choose
 
 
 class Engine(EngineCore):
@@ -68,7 +72,8 @@ class Engine(EngineCore):
         the steps of other calls.
 
         Args:
-            prompts: Text or token ids, or a list of either.
+            prompts: Text or token ids, or a list of either. As many run at once as the artifact has lanes
+                (`limits.max_batch`); the others wait.
             settings: The settings; None takes `self.settings(**overrides)`.
             images: The images of the prompt, or a list of images for each prompt: paths, bytes of files, or images of
                 Pillow. They stand where the prompt has the model's marker (`<image>` in most models), or before it.
@@ -106,7 +111,6 @@ class Engine(EngineCore):
             on_prefill: See `stream`.
         """
         batch = [(self.encode(prompt), images) for prompt, images in prompts]
-        self._check_count(len(batch))
         bundle, processors = Bundle(), as_processors(logits_processor)
         requests = [
             Request(ids, settings, bundle, i, processors=processors, adapter=adapter, images=images)
@@ -167,7 +171,7 @@ class Engine(EngineCore):
         """Generate the complete answer to one prompt, or to several at once.
 
         Args:
-            prompts: Text or token ids, or a list of either.
+            prompts: Text or token ids, or a list of any number of them. See `stream`.
             settings: The settings; None takes `self.settings(**overrides)`.
             images: See `stream`.
             adapter: See `stream`.
@@ -216,13 +220,14 @@ class Engine(EngineCore):
         return self.chat_template.render(messages, tools, **variables)
 
     def encode_chat_with_images(
-        self, messages: Sequence[Message], **variables: Any
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
     ) -> tuple[NDArray[np.int64], PromptImages | None]:
         """Return the token ids of a conversation, as `encode_chat` does, and its encoded images.
 
         Args:
             messages: Messages whose content may be a list of parts. A part {"type": "image", "image": IMAGE} has an
                 image: a path, the bytes of a file, or an image of Pillow.
+            tools: JSON schemas of functions that the model may call.
             variables: Variables of the chat template.
 
         Raises:
@@ -230,8 +235,8 @@ class Engine(EngineCore):
         """
         plain, images = images_of_messages(messages)
         if not images:
-            return self.encode_chat(messages, **variables), None
-        text = self._chat_text(plain, None, variables)
+            return self.encode_chat(messages, tools, **variables), None
+        text = self._chat_text(plain, tools, variables)
         spec = self.manifest.images
         if spec is not None and text.count(spec.marker) != len(images):
             raise UsageError("the chat template does not show every image", "generate with a prompt in place of chat")
@@ -243,7 +248,12 @@ class Engine(EngineCore):
         messages: Sequence[Message],
         settings: GenerationSettings | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] | None = None,
+        response_format: Mapping[str, Any] | None = None,
         stream: Literal[False] = False,
+        adapter: str | None = None,
+        logits_processor: Processors = None,
         **overrides: Any,
     ) -> Completion: ...
 
@@ -253,7 +263,12 @@ class Engine(EngineCore):
         messages: Sequence[Message],
         settings: GenerationSettings | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] | None = None,
+        response_format: Mapping[str, Any] | None = None,
         stream: Literal[True],
+        adapter: str | None = None,
+        logits_processor: Processors = None,
         **overrides: Any,
     ) -> Iterator[Token]: ...
 
@@ -262,22 +277,58 @@ class Engine(EngineCore):
         messages: Sequence[Message],
         settings: GenerationSettings | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] | None = None,
+        response_format: Mapping[str, Any] | None = None,
         stream: bool = False,
+        adapter: str | None = None,
+        logits_processor: Processors = None,
         **overrides: Any,
     ) -> Completion | Iterator[Token]:
         """Generate the answer to a conversation of chat messages.
 
         Args:
-            messages: Mappings with "role" and "content", the last one the user's. For images see
+            messages: Mappings with "role" and "content", the last one the user's or a tool's. For images see
                 `encode_chat_with_images`.
             settings: The settings; None takes `self.settings(**overrides)`.
-            stream: True returns an iterator of tokens, each as soon as it is chosen.
-            overrides: See `settings`; also `adapter` and `logits_processor`.
+            tools: Functions that the model may call, as OpenAI's API describes them. The calls are in
+                `Completion.tool_calls`, and its text is what stands beside them and behind the reasoning.
+            tool_choice: "auto" (or None), "none", "required" or the name of a tool, as in OpenAI's API.
+            response_format: The format of the answer, as in OpenAI's API: {"type": "json_object"}, or {"type":
+                "json_schema", "json_schema": {"schema": ...}}. `GenerationSettings.grammar` is more general.
+            stream: True returns an iterator of tokens, each as soon as it is chosen. Their text includes the calls and
+                the reasoning.
+            adapter: See `stream`.
+            logits_processor: See `stream`.
+            overrides: See `settings`; ignored if `settings` is not None.
 
         Raises:
-            UsageError: The artifact has no chat template, or messages or settings cannot be used.
+            UsageError: The artifact has no chat template, or messages, tools or settings cannot be used.
         """
-        prompt, images = self.encode_chat_with_images(messages)
-        own = {name: overrides.pop(name, None) for name in ("adapter", "logits_processor")}
-        tokens = self.stream_encoded([(prompt, images)], settings or self.settings(**overrides), **own)
-        return tokens if stream else collect([len(prompt)], tokens)[0]
+        ids, images, generation, plan = self._prepare_chat(
+            messages, settings, tools, tool_choice, response_format, **overrides
+        )
+        tokens = self.stream_encoded([(ids, images)], generation, adapter, logits_processor)
+        return tokens if stream else collect([len(ids)], tokens)[0].split(plan)
+
+    def _prepare_chat(
+        self,
+        messages: Sequence[Message],
+        settings: GenerationSettings | None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] | None = None,
+        response_format: Mapping[str, Any] | None = None,
+        **overrides: Any,
+    ) -> tuple[list[int], PromptImages | None, GenerationSettings, AnswerPlan]:
+        """Return an answer's prompt, images and settings, and how its text is split. See `chat`."""
+        generation = settings or self.settings(**overrides)
+        form = response_form(response_format)
+        if form is not None and generation.grammar is not None:
+            raise UsageError("there are a grammar and a response_format", "give one of them")
+        allowed, must = choose(check_tools(tools), tool_choice)
+        encoded, images = self.encode_chat_with_images(messages, tools if allowed else None)
+        ids = encoded.tolist()
+        grammar = form or generation.grammar
+        plan = plan_answer(self.chat_template, self.tokenizer, ids, allowed, must, grammar, reasons=bool(tools))
+        shown = (*generation.shown_ids, *plan.shown_ids)
+        return [*ids, *plan.prefix], images, replace(generation, grammar=plan.grammar, shown_ids=shown), plan

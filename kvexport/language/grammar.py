@@ -50,11 +50,18 @@ _INSTALL = "pip install 'kvexport[serve]'"
 
 @dataclass(frozen=True)
 class Grammar:
-    """The grammar that a model's answer must follow: a JSON schema, a regular expression or a Lark grammar."""
+    """The grammar that a model's answer must follow: a JSON schema, a regular expression or a Lark grammar.
 
-    kind: Kind  # language of `source`
-    # JSON of a schema; a regular expression in Rust's syntax (no look-around, no back references), which the whole
-    # answer must match; or a grammar in llguidance's dialect of Lark
+    Attributes:
+        kind: The language of `source`: "json_schema", "regex" or "lark".
+        source: The JSON text of a schema; a regular expression in Rust's syntax (no look-around, no back references),
+            which the whole answer must match; or a grammar in llguidance's dialect of Lark.
+
+    Raises:
+        UsageError: The kind is unknown, or the source is empty, longer than 256 Ki characters or no text.
+    """
+
+    kind: Kind
     source: str
 
     def __post_init__(self) -> None:
@@ -69,6 +76,16 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any], *, lenient: bool = False) -> Grammar:
+        """Return the grammar of the JSON texts that a schema allows.
+
+        Args:
+            schema: The JSON schema.
+            lenient: Whether keywords that cannot be enforced are ignored. Otherwise they are refused when the grammar
+                is compiled.
+
+        Raises:
+            UsageError: The schema is no JSON object.
+        """
         if not isinstance(schema, Mapping):
             raise UsageError(f"a JSON schema is an object, found {type(schema).__name__}", 'pass {"type": ...}')
         return cls("json_schema", json_text({**schema, "x-guidance": json_options(lenient=lenient)}))
@@ -103,16 +120,17 @@ def gbnf(text: str) -> Grammar:
 class Constraint:
     """The progress of one generated sequence through its grammar, for constrained decoding."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: int) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: int, ends: Sequence[int]) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._ends, self._ended = [i for i in ends if i < vocabulary], False
         self._mask: npt.NDArray[np.bool_] | None = None
         self._seconds, self._masks = 0.0, 0
 
     @property
     def finished(self) -> bool:
         """Whether the grammar's answer is complete, so that no token may follow."""
-        return bool(self._matcher.is_stopped())
+        return self._ended or bool(self._matcher.is_stopped())
 
     def mask(self) -> npt.NDArray[np.bool_]:
         if self._mask is None:
@@ -122,11 +140,14 @@ class Constraint:
             self._masks += 1
             self._check()
             self._mask = np.unpackbits(bits, count=self._vocabulary, bitorder="little").view(np.bool_)
+            self._mask[self._ends] = self._matcher.is_accepting()
         return self._mask
 
     def accept(self, token: int) -> None:
         self._mask = None
-        if not self._matcher.consume_token(token):
+        if token in self._ends and self._matcher.is_accepting():
+            self._ended = True
+        elif not self._matcher.consume_token(token):
             raise UsageError(
                 f"the grammar does not allow the token {token}: {_first_line(self._matcher)}",
                 "give a grammar of text that the tokenizer can write",
@@ -145,14 +166,16 @@ class Constraint:
 
 
 class _Tokens:
-    """Adapter that gives llguidance a tokenizer's tokens. llguidance cannot read every decoder of a tokenizer.json."""
+    """Adapter that gives llguidance a tokenizer's tokens. llguidance cannot read every decoder of a tokenizer.json.
 
-    def __init__(self, tokenizer: Tokenizer, eos: tuple[int, ...], size: int) -> None:
-        special = tokenizer.special_ids
-        self.tokens = [*tokenizer.token_bytes, *(b"" for _ in range(size - tokenizer.vocab_size))]
-        self.special_token_ids = sorted(special | set(eos))
-        self.eos_token_id = eos[0] if eos else min(special, default=0)
-        self.bos_token_id = None
+    Behind them is a token of no model, which ends a text for llguidance. `Constraint` replaces it with the tokens that
+    end a sequence: a tokenizer with others of them would take a second to make, in which no other thread runs.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        self.tokens = [*tokenizer.token_bytes, *(b"" for _ in range(size - tokenizer.vocab_size)), b""]
+        self.special_token_ids = [*sorted(tokenizer.special_ids), size]
+        self.eos_token_id, self.bos_token_id = size, None
         self._encode = tokenizer.encode_within  # the text that a grammar forces is never the beginning of a text
 
     def __call__(self, text: bytes) -> list[int]:
@@ -169,33 +192,31 @@ class Grammars:
         self.tokenizer = tokenizer
         self.vocabulary = vocabulary
         self._lock, self._wrapping = threading.Lock(), threading.Lock()
-        self._wrapped: dict[tuple[int, ...], llguidance.LLTokenizer] = {}
-        self._compiled: OrderedDict[tuple[Grammar, tuple[int, ...]], llguidance.LLMatcher] = OrderedDict()
+        self._wrapped: llguidance.LLTokenizer | None = None
+        self._compiled: OrderedDict[Grammar, llguidance.LLMatcher] = OrderedDict()
 
     def start(self, grammar: Grammar, eos_token_ids: Sequence[int]) -> Constraint:
-        key = self._key(grammar, eos_token_ids)
+        """Return the grammar's state for a new sequence, which any of the eos tokens may end."""
         with self._lock:
-            matcher = self._compiled.get(key)
+            matcher = self._compiled.get(grammar)
         if matcher is None:
-            matcher = self._compile(*key)  # without the lock: it takes seconds, and engines start other requests
+            matcher = self._compile(grammar)  # without the lock: it takes seconds, and engines start other requests
         with self._lock:
-            self._compiled[key] = matcher
-            self._compiled.move_to_end(key)
+            self._compiled[grammar] = matcher
+            self._compiled.move_to_end(grammar)
             if len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
-            return Constraint(matcher.deep_copy(), self.vocabulary)
+            return Constraint(matcher.deep_copy(), self.vocabulary, eos_token_ids)
 
-    def has(self, grammar: Grammar, eos_token_ids: Sequence[int]) -> bool:
-        return self._key(grammar, eos_token_ids) in self._compiled
-
-    def _key(self, grammar: Grammar, eos_token_ids: Sequence[int]) -> tuple[Grammar, tuple[int, ...]]:
-        return grammar, tuple(i for i in eos_token_ids if i < self.vocabulary)
+    def has(self, grammar: Grammar) -> bool:
+        """Return whether a grammar has been compiled already."""
+        return grammar in self._compiled
 
     @property
     def _size(self) -> int:
         return max(self.vocabulary, self.tokenizer.vocab_size if self.tokenizer else 0)
 
-    def _compile(self, grammar: Grammar, eos: tuple[int, ...]) -> llguidance.LLMatcher:
+    def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
         if self.tokenizer is None:
             raise UsageError("the artifact has no tokenizer.json, so its answers keep to no grammar", "ask for none")
         guidance = _import()
@@ -211,18 +232,22 @@ class Grammars:
         if problem := _try(text, self._size):
             raise _refused(grammar, problem)
         limits = guidance.LLParserLimits(**_LIMITS)
-        matcher: llguidance.LLMatcher = guidance.LLMatcher(self._wrap(eos), text, log_level=0, limits=limits)
+        matcher: llguidance.LLMatcher = guidance.LLMatcher(self.wrap(), text, log_level=0, limits=limits)
         if matcher.is_error():
             raise _refused(grammar, matcher.get_error())
         return matcher
 
-    def _wrap(self, eos: tuple[int, ...]) -> llguidance.LLTokenizer:
+    def wrap(self) -> llguidance.LLTokenizer:
+        """Return the tokenizer as llguidance takes it. The first call takes a second for 262,144 tokens.
+
+        A server makes this call before it takes requests, because no other thread runs meanwhile.
+        """
         with self._wrapping:
-            if eos not in self._wrapped and self.tokenizer is not None:
-                self._wrapped.clear()  # one entry is enough, because requests seldom have eos tokens of their own
-                wrapper = _import().TokenizerWrapper(_Tokens(self.tokenizer, eos, self._size))
-                self._wrapped[eos] = _import().LLTokenizer(wrapper, n_vocab=self._size, eos_token=list(eos) or None)
-            return self._wrapped[eos]
+            assert self.tokenizer is not None
+            if self._wrapped is None:
+                wrapper = _import().TokenizerWrapper(_Tokens(self.tokenizer, self._size))
+                self._wrapped = _import().LLTokenizer(wrapper, n_vocab=self._size + 1)
+            return self._wrapped
 
 
 def _try(text: str, size: int) -> str:

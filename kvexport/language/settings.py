@@ -171,7 +171,7 @@ class GenerationSettings:
             _require(whole, "logit_bias", {token: value}, "token ids of at least 0, each with a number in [-100, 100]")
         whole = count is None or (_is_integer(count) and 0 <= count <= MOST_LOGPROBS)
         kind = self.grammar
-        _require(kind is None or isinstance(kind, Grammar), "grammar", kind, "a kvexport.language.grammar.Grammar")
+        _require(kind is None or isinstance(kind, Grammar), "grammar", kind, "a kvexport.Grammar")
         _require(whole, "logprobs", count, f"an integer from 0 to {MOST_LOGPROBS}, or null")
 
     @property

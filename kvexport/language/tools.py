@@ -187,15 +187,30 @@ def choose(tools: Sequence[Tool], choice: Any) -> tuple[list[Tool], bool]:
         raise UsageError("tool_choice asks for a call, and there are no tools", "give tools, or no tool_choice")
     if choice == "required":
         return list(tools), True
-    function = choice.get("function") if isinstance(choice, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    named = [tool for tool in tools if _name(tool) == name]
-    if name is None or not named:
+    allowed: Any = [choice]
+    must = True
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        choice = choice.get("allowed_tools", choice)  # an object of its own in chat completions, not in responses
+        mode, allowed = (choice.get("mode"), choice.get("tools")) if isinstance(choice, Mapping) else (None, None)
+        if mode not in ("auto", "required") or not isinstance(allowed, list):
+            raise UsageError(
+                "tool_choice.allowed_tools has no mode, or no tools", "mode: auto or required; tools: [...]"
+            )
+        must = mode == "required"
+    names = [_chosen(one) for one in allowed]
+    if not names or not {*map(_name, tools)}.issuperset(names):
         raise UsageError(
             f"tool_choice is {str(choice)[:80]!r}",
             f"use none, auto, required, or name one of: {', '.join(map(_name, tools))}",
         )
-    return named, True
+    return [tool for tool in tools if _name(tool) in names], must
+
+
+def _chosen(choice: Any) -> str | None:
+    """Return the name of the tool in a `tool_choice`, which only chat completions have in an object `function`."""
+    function = choice.get("function", choice) if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
 
 
 def calls_grammar(form: CallForm, tools: Sequence[Tool], tokenizer: Tokenizer, *, parallel: bool = True) -> Grammar:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvexport.engine.request import Request as EngineRequest
+from kvexport.language.answer import Answer, Delta
 from kvexport.serve.answers import TokenTexts
 from kvexport.serve.conversation import (
     Conversation,
@@ -20,7 +21,6 @@ from kvexport.serve.conversation import (
     template_messages,
     template_variables,
 )
-from kvexport.serve.deltas import Answer, Delta
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import Objects, Sampling, Texts, refuse
 from kvexport.serve.service import Service
@@ -119,7 +119,7 @@ class ChatStream:
         i, answer = update.choice, self._answers[update.choice]
         logprobs = self._texts.chat(update.tokens) if self._texts is not None and update.tokens else None
         chunks = []
-        for delta in answer.update(update):
+        for delta in answer.add(update.text, update.finish_reason):
             chunks.append(self._chunk(i, _fields(delta), logprobs))
             logprobs = None
         if logprobs:  # the text waits while a character or a stop string is incomplete

@@ -8,13 +8,11 @@ from typing import Any
 
 from kvexport.bounded_json import MOST_VALUES, count_values, read_json
 from kvexport.engine.request import Request
+from kvexport.language.answer import Answer, AnswerPlan
 from kvexport.language.grammar import Grammar
-from kvexport.language.harmony import ChannelReader
-from kvexport.language.reasoning import Reader, ReasoningReader, reasoning_tokens
-from kvexport.language.tools import CallForm, Tool
+from kvexport.language.reasoning import reasoning_tokens
 from kvexport.serve.answers import text_of as text_of_tokens
 from kvexport.serve.answers import usage_of
-from kvexport.serve.deltas import Answer, PlainReader
 from kvexport.serve.errors import ApiError
 from kvexport.serve.sessions import RESTARTED, Turn
 
@@ -39,11 +37,7 @@ class Prepared:
 
     requests: Sequence[Request]  # one request for each answer
     turn: Turn | None = None  # turn of a session, which stores the state; only with a single request
-    tools: Sequence[Tool] = ()  # tools that the answer may call
-    calls: CallForm | None = None  # format of the model's tool calls
-    reasoning: bool | None = None  # whether the prompt ends within reasoning; None for a model without reasoning
-    # Whether the prompt ends with the header of the final channel; None for a model without channels
-    channels: bool | None = None
+    plan: AnswerPlan = field(default_factory=AnswerPlan)  # how the answers' text is split
 
     @property
     def headers(self) -> dict[str, str]:
@@ -52,19 +46,13 @@ class Prepared:
 
     def answers(self) -> list[Answer]:
         """Return an empty answer for each engine request, to be filled while tokens arrive."""
-        return [Answer(self._reader(), str if self.calls is None else self.calls.new_id) for _ in self.requests]
-
-    def _reader(self) -> Reader:
-        if self.channels is not None:
-            return ChannelReader([tool["function"]["name"] for tool in self.tools], self.channels)
-        reader: Reader = PlainReader() if self.calls is None else self.calls.reader(self.tools)
-        return reader if self.reasoning is None else ReasoningReader(self.reasoning, reader)
+        return [self.plan.answer() for _ in self.requests]
 
     def usage(self) -> dict[str, Any]:
         """Return the token counts of all answers to the one prompt, as OpenAI defines `usage`."""
         usage = usage_of(self.requests, len(self.requests))
-        if self.reasoning is not None:
-            count = sum(reasoning_tokens(request.tokens, self.reasoning) for request in self.requests)
+        if (opened := self.plan.reasoning) is not None:
+            count = sum(reasoning_tokens(request.tokens, opened) for request in self.requests)
             usage["completion_tokens_details"] = {"reasoning_tokens": count}
         return usage
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from kvexport.errors import (
@@ -13,6 +14,7 @@ from kvexport.errors import (
     UsageError,
 )
 
+_FIELD = re.compile(r"([a-z_]+(?:\.[a-z0-9_]+)*): ")  # at the start of a message about one field of a request
 _OPENAI = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _ANTHROPIC = {**_OPENAI, 413: "request_too_large", 503: "overloaded_error"}
 
@@ -53,7 +55,9 @@ def api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UsageError):
-        return ApiError(400, f"{error.problem} ({error.fix})" if error.fix else error.problem)
+        field = _FIELD.match(error.problem)
+        message = f"{error.problem} ({error.fix})" if error.fix else error.problem
+        return ApiError(400, message, param=field and field[1])
     if isinstance(error, QueueFullError | DeadlineError):
         return overloaded(error.problem)
     if isinstance(error, EngineEndedError):

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from kvexport.bounded_json import TooManyValues, read_json
+from kvexport.language.forms import OLDER_FORMS, older_form, response_form, structured_form
 from kvexport.language.grammar import Grammar
 from kvexport.serve.errors import ApiError
-from kvexport.serve.forms import OLDER_FORMS, older_form, response_form, structured_form
 
 if TYPE_CHECKING:
     from kvexport.engine.engine import Engine

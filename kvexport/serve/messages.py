@@ -12,13 +12,13 @@ from starlette.responses import JSONResponse, Response
 
 from kvexport.bounded_json import read_json
 from kvexport.engine.request import Request as EngineRequest
+from kvexport.language.answer import Delta
+from kvexport.language.forms import response_form
 from kvexport.language.reasoning import thinks
 from kvexport.serve.answers import kv_cache_of, stop_string
 from kvexport.serve.conversation import Conversation, Prepared, continuation, text_of
-from kvexport.serve.deltas import Delta
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import MOST_STOPS, Body, Objects, Sampling, StopString
-from kvexport.serve.forms import response_form
 from kvexport.serve.service import Service
 from kvexport.serve.sessions import turn_of
 from kvexport.serve.streams import error_event, event
@@ -148,7 +148,7 @@ class MessageStream:
 
     def add(self, update: Update) -> bytes:
         """Return the server-sent events with the new text, reasoning or tool calls of the message."""
-        return b"".join(map(self._events_of, self._answer.update(update)))
+        return b"".join(map(self._events_of, self._answer.add(update.text, update.finish_reason)))
 
     def _events_of(self, delta: Delta) -> bytes:
         if delta.kind == "call":

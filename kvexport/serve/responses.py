@@ -11,11 +11,11 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvexport.language.answer import Answer, Delta
+from kvexport.language.forms import response_form
 from kvexport.serve.conversation import Conversation, Prepared, template_messages
-from kvexport.serve.deltas import Answer, Delta
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import Body, Objects, Sampling, refuse
-from kvexport.serve.forms import response_form
 from kvexport.serve.service import Service
 from kvexport.serve.sessions import turn_of
 from kvexport.serve.streams import event
@@ -52,10 +52,8 @@ class ResponsesBody(Body):
         messages = earlier + template_messages(_messages(items))
         first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         tools = [_tool(tool, f"tools.{i}") for i, tool in enumerate(self.tools or [])]
-        choice = self.tool_choice
-        if isinstance(choice, dict):
-            choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
-        return Conversation([*first, *messages], tools, choice, self.parallel_tool_calls is not False), messages
+        parallel = self.parallel_tool_calls is not False
+        return Conversation([*first, *messages], tools, self.tool_choice, parallel), messages
 
 
 async def create_response(service: Service, request: Request) -> Response:
@@ -166,7 +164,7 @@ class ResponseStream:
 
     def add(self, update: Update) -> bytes:
         """Return the server-sent events with the new text, reasoning or function calls of a response."""
-        return b"".join(map(self._events_of, self._answer.update(update)))
+        return b"".join(map(self._events_of, self._answer.add(update.text, update.finish_reason)))
 
     def end(self) -> bytes:
         """Return the server-sent events that end a response, with its whole content."""

@@ -8,6 +8,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -18,12 +19,10 @@ from starlette.responses import Response
 
 from kvexport.engine.engine import Engine
 from kvexport.engine.request import Request as EngineRequest
-from kvexport.errors import UsageError
-from kvexport.language import harmony
+from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.language.answer import plan_answer
 from kvexport.language.grammar import Grammar
-from kvexport.language.harmony import has_channels
-from kvexport.language.reasoning import is_open, shown_ids, thinks
-from kvexport.language.tools import calls_grammar, check_tools, choose, form_of
+from kvexport.language.tools import check_tools, choose
 from kvexport.plan.memory import ServerMemory
 from kvexport.plan.planner import state_bytes
 from kvexport.serve import tracing
@@ -90,6 +89,9 @@ class Service:
             engine.grammars,
             engine.chat_template,
         )
+        if served.tokenizer is not None:
+            with suppress(EnvironmentProblem):  # a request with a grammar names the package that is missing
+                served.grammars.wrap()
         self.engine = engine = served
         self.settings = settings
         if both := sorted({*settings.names} & engine.adapters.by_name.keys()):
@@ -110,7 +112,6 @@ class Service:
         )
         self.responses = ResponseStore()
         self.tracing = tracing.start(self.model)
-        self.description: dict[str, Any] = {}  # of all routes, in OpenAPI's format
         self.worker = Worker(engine, self.metrics, engine.max_batch + settings.queue, self.tracing)
         # Prompts are encoded in another thread than the event loop's, one at a time: the cores belong to the model.
         # Long texts and grammars take seconds, so they have threads of their own, for which short texts do not wait.
@@ -159,9 +160,8 @@ class Service:
         self, conversation: Conversation, sampling: Sampling, tokens: int | None, **settings: Any
     ) -> Prepared:
         """Return engine requests that answer a conversation, ready to be queued."""
-        tools, form = check_tools(conversation.tools), conversation.form
+        tools = check_tools(conversation.tools)
         callable_, must = choose(tools, conversation.tool_choice)
-        calls = form_of(self.engine.chat_template) if callable_ else None
         shown = tools if callable_ else None
         ids: Sequence[int] | NDArray[Any] | None = None
         turn = conversation.turn
@@ -174,32 +174,29 @@ class Service:
                 turn.snapshot = None
         if ids is None:
             ids = await self.prompts.encode_chat(conversation.messages, shown, conversation.variables)
-        tokenizer = self.engine.tokenizer
-        if calls is not None and tokenizer is not None:
-            settings["shown_ids"] = calls.shown_ids(tokenizer) or None
-            if must:
-                form = calls_grammar(calls, callable_, tokenizer, parallel=conversation.parallel)
-        reasoning = None
-        if self.settings.reasoning and tokenizer is not None and thinks(self.engine.chat_template):
-            settings["shown_ids"] = (*(settings.get("shown_ids") or ()), *shown_ids(tokenizer)) or None
-            reasoning = form is None and is_open(ids, tokenizer)  # a form constrains the first token already
-        channels = None
-        if tokenizer is not None and has_channels(self.engine.chat_template):
-            settings["shown_ids"] = harmony.shown_ids(tokenizer) or None
-            channels = form is not None and not must
-            ids = [*ids, *tokenizer.encode_within(harmony.FINAL)] if channels else ids
+        plan = plan_answer(
+            self.engine.chat_template,
+            self.engine.tokenizer,
+            ids,
+            callable_,
+            must,
+            conversation.form,
+            parallel=conversation.parallel,
+            reasons=self.settings.reasoning,
+        )
         default = self.engine.generation_config.get("max_new_tokens")
         prepared = await self.follow(
-            ids,
+            [*ids, *plan.prefix] if plan.prefix else ids,
             turn,
             sampling,
             tokens,
             default,
-            form=form,
+            form=plan.grammar,
             adapter=conversation.adapter,
+            shown_ids=plan.shown_ids or None,
             **settings,
         )
-        return Prepared(prepared.requests, turn, callable_, calls, reasoning, channels)
+        return Prepared(prepared.requests, turn, plan)
 
     async def follow(
         self,
@@ -225,7 +222,7 @@ class Service:
         longest = self.longest(length, tokens, default)
         generation = sampling.settings(self.engine, longest, grammar=form, **settings)
         # Compiled here, so that the engine's steps do not wait for it.
-        if form is not None and not self.engine.grammars.has(form, generation[0].eos_token_ids):
+        if form is not None and not self.engine.grammars.has(form):
             if self._compilers.statistics().tasks_waiting >= self.settings.queue:
                 raise overloaded(f"{self.settings.queue} grammars wait to be compiled, and no more than that may")
             await anyio.to_thread.run_sync(

@@ -37,6 +37,11 @@ class Update(NamedTuple):
     finish_reason: FinishReason | None = None  # reason if the request has finished, else None
     error: Exception | None = None  # error if finish_reason is "error"
 
+    @property
+    def text(self) -> str:
+        """The text of the new tokens."""
+        return "".join(token.text for token in self.tokens)
+
 
 class Job:
     """The requests of one client, and the updates that the client has not received yet.

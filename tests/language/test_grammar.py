@@ -11,9 +11,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-import tokenizers
 from grammars import SMALL, draw, random_schema
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from kvexport.engine.load import load
 from kvexport.engine.request import Request
@@ -24,6 +22,7 @@ from kvexport.language.sampling import Sampler
 from kvexport.language.settings import GenerationSettings
 from kvexport.language.tokenizer import Tokenizer
 from tests.language.test_top_logits import top_of
+from tests.support.tokenizers import FAMILIES, tokenizer_of
 
 EOS = (2,)
 
@@ -72,46 +71,9 @@ def test_any_object(grammars: Grammars, tokenizer: Tokenizer) -> None:
     assert isinstance(json.loads(draw(constraint, tokenizer, grammars.vocabulary, EOS, 1, logit_bias=close)[1]), dict)
 
 
-REPLACED = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-STRIPPED = decoders.Sequence([*REPLACED, decoders.Strip(" ", 1, 0)])
-FAMILIES: dict[str, tuple[Any, Any, Any]] = {  # normalizer, pre-tokenizer, decoder
-    "Llama 2": (
-        normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]), None, STRIPPED,
-    ),
-    "Mistral": (None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False), STRIPPED),
-    "a space before every text": (
-        None,
-        pre_tokenizers.Metaspace(prepend_scheme="always"),
-        decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always")]),
-    ),
-    "Gemma": (normalizers.Replace(" ", "\u2581"), None, decoders.Sequence(REPLACED)),
-    "GPT-2": (None, pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()),
-    "GPT-2, space first": (None, pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel()),
-}  # fmt: skip
-
-
 @pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> Tokenizer:
-    normalizer, pre_tokenizer, decoder = FAMILIES[request.param]
-    byte_level = request.param.startswith("GPT-2")
-    inner = tokenizers.Tokenizer(models.BPE(byte_fallback=not byte_level, unk_token="<unk>", fuse_unk=True))
-    if normalizer is not None:
-        inner.normalizer = normalizer
-    if pre_tokenizer is not None:
-        inner.pre_tokenizer = pre_tokenizer
-    inner.decoder = decoder
-    fallback = [] if byte_level else [f"<0x{i:02X}>" for i in range(256)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=1500,
-        special_tokens=["<unk>", "<s>", "</s>", *fallback],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if byte_level else [],
-        max_token_length=8,
-        show_progress=False,
-    )
-    inner.train_from_iterator(['{"team": "red", "count": 12}\n' * 50, Path(__file__).read_text()], trainer)
-    definition = json.loads(inner.to_str())
-    definition["added_tokens"] = [x for x in definition["added_tokens"] if not x["content"].startswith("<0x")]
-    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(definition)))
+    return tokenizer_of(request.param)
 
 
 TEAM: dict[str, Any] = {
@@ -207,9 +169,21 @@ def test_a_grammar_is_compiled_once(grammars: Grammars, monkeypatch: pytest.Monk
     grammar = Grammar("regex", "once")
     first = grammars.start(grammar, EOS)
     monkeypatch.setattr(module, "_try", lambda text: pytest.fail("compiled again"))
-    second = grammars.start(grammar, EOS)
+    monkeypatch.setattr(module, "_Tokens", lambda *_: pytest.fail("the tokenizer is wrapped again"))
+    second = grammars.start(grammar, [*EOS, 5, grammars.vocabulary])
     first.accept(int(np.flatnonzero(first.mask())[0]))
     assert second.mask().sum() == grammars.start(grammar, EOS).mask().sum()
+
+
+def test_any_token_may_end_a_text_where_the_grammar_may_end(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    (stop,) = tokenizer.encode("b", add_special_tokens=False)
+    (letter,) = tokenizer.encode("a", add_special_tokens=False)
+    constraint = grammars.start(Grammar("regex", "[ab]a*"), [stop, 2])
+    assert not constraint.mask()[[stop, 2]].any() and constraint.mask()[letter]
+    constraint.accept(letter)
+    assert constraint.mask()[[stop, 2, letter]].all() and not constraint.finished
+    constraint.accept(stop)
+    assert constraint.finished
 
 
 def chain(count: int) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvexport.language.answer import PlainReader
 from kvexport.language.chat import ChatTemplate
 from kvexport.language.reasoning import ReasoningReader, reasoning_tokens, thinks
 from kvexport.language.token import Token
 from kvexport.language.tool_calls import Piece
 from kvexport.language.tools import HERMES
-from kvexport.serve.deltas import PlainReader
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 TOOL = {"type": "function", "function": {"name": "look"}}

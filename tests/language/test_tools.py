@@ -288,6 +288,13 @@ def test_tool_choice_selects_the_callable_tools() -> None:
     assert choose(TOOLS, "none") == ([], False)
     assert choose(TOOLS, "required") == (TOOLS, True)
     assert choose(TOOLS, {"type": "function", "function": {"name": "now"}}) == ([NOW], True)
+    allowed: Any = {"mode": "required", "tools": [{"type": "function", "name": "now"}]}
+    assert choose(TOOLS, {"type": "allowed_tools", **allowed}) == ([NOW], True)
+    allowed["tools"] = [{"type": "function", "function": {"name": str(tool["function"]["name"])}} for tool in TOOLS]
+    assert choose(TOOLS, {"type": "allowed_tools", "allowed_tools": {**allowed, "mode": "auto"}}) == (TOOLS, False)
+    for bad in ({"mode": "some"}, {"mode": "auto", "tools": 3}, {"mode": "auto", "tools": []}):
+        with pytest.raises(UsageError, match="tool_choice"):
+            choose(TOOLS, {"type": "allowed_tools", "allowed_tools": bad})
     for bad in ("any", {"type": "function"}, {"function": {"name": "rm"}}, 3):
         with pytest.raises(UsageError, match="tool_choice is"):
             choose(TOOLS, bad)

@@ -12,9 +12,9 @@ import jsonschema
 import pytest
 
 from kvexport.errors import UsageError
+from kvexport.language.forms import response_form, structured_form
 from kvexport.language.grammar import Grammar
 from kvexport.serve.errors import ApiError
-from kvexport.serve.forms import response_form, structured_form
 from tests.support.http_server import Running, running
 from tests.support.json_model import json_engine
 

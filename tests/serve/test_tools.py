@@ -48,7 +48,17 @@ CALLS = 'i look<tool_call>\n{"name": "look", "arguments": {"at": "x", "n": 1}}\n
 )
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
+ALLOWED = {"mode": "required", "tools": [{"type": "function", "function": {"name": "look"}}]}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "required",
+        {"type": "function", "function": {"name": "look"}},
+        {"type": "allowed_tools", "allowed_tools": ALLOWED},
+    ],
+)
 def test_a_required_call_is_generated(client: openai.OpenAI, choice: Any) -> None:
     for seed in range(2):
         request: Any = {**ASKED, "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "seed": seed}

@@ -15,10 +15,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from kvexport.engine.core import EngineCore
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.engine.request import Request
-from kvexport.engine.core import EngineCore
 from kvexport.errors import EnvironmentProblem, SnapshotError, UsageError
 from kvexport.language.chat import ChatTemplate
 from kvexport.state.sessions import SUFFIX, SessionConflict, SessionLost, SessionStore, _locked, next_turn

@@ -1,4 +1,4 @@
-"""Structured output: the grammars (JSON schema, regular expression, Lark) in requests of several APIs."""
+"""Structured output: the grammars (JSON schema, regular expression, Lark) in the form of several APIs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvexport.bounded_json import read_json
+from kvexport.errors import UsageError
 from kvexport.language.grammar import Grammar, gbnf
-from kvexport.serve.errors import ApiError
 
+_EXAMPLE = 'pass {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}'
 _STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
 # Fields of earlier versions of vLLM and of llama.cpp, and the key of `structured_outputs` that means the same.
 OLDER_FORMS = {
@@ -23,7 +24,7 @@ def response_form(fields: Any, where: str = "response_format") -> Grammar | None
     if fields is None:
         return None
     if not isinstance(fields, Mapping):
-        raise ApiError(400, f"{where}: expected an object with a type", param=where)
+        raise UsageError(f"{where}: expected an object with a type", _EXAMPLE)
     kind = fields.get("type", None if fields else "text")
     if kind == "text":
         return None
@@ -34,14 +35,16 @@ def response_form(fields: Any, where: str = "response_format") -> Grammar | None
         inner = fields.get("json_schema", fields)
         schema = inner.get("schema") if isinstance(inner, Mapping) else None
         if not isinstance(schema, Mapping):
-            raise ApiError(400, f"{where}: a json_schema needs a schema, which is an object", param=where)
+            raise UsageError(f"{where}: a json_schema needs a schema, which is an object", _EXAMPLE)
         return Grammar.json_schema(schema)
     if kind == "regex" and isinstance(fields.get("pattern"), str):
         return Grammar("regex", fields["pattern"])
     if kind == "grammar" and isinstance(fields.get("grammar"), str):
         return _grammar(fields["grammar"])
-    message = f"{where}.type: expected text, json_object, json_schema, regex with a pattern, or grammar with a grammar"
-    raise ApiError(400, message, param=f"{where}.type")
+    raise UsageError(
+        f"{where}.type: expected text, json_object, json_schema, regex with a pattern, or grammar with a grammar",
+        _EXAMPLE,
+    )
 
 
 def structured_form(fields: Mapping[str, Any] | None, where: str = "structured_outputs") -> Grammar | None:
@@ -50,13 +53,13 @@ def structured_form(fields: Mapping[str, Any] | None, where: str = "structured_o
     if not values:
         return None
     if len(values) > 1:
-        raise ApiError(400, f"{where}: {' and '.join(values)} at once", param=where)
+        raise UsageError(f"{where}: {' and '.join(values)} at once", "give one of them")
     (key, value), *_ = values.items()
     if key == "json" and isinstance(value, str):
         try:
             value = read_json(value)
         except ValueError as error:
-            raise ApiError(400, f"{where}: no JSON: {error}"[:300], param=where) from None
+            raise UsageError(f"{where}: no JSON: {error}"[:300], _EXAMPLE) from None
     if key == "json" and isinstance(value, Mapping):
         return Grammar.json_schema(value)
     if key == "json_object" and isinstance(value, bool):
@@ -67,14 +70,14 @@ def structured_form(fields: Mapping[str, Any] | None, where: str = "structured_o
         return Grammar("regex", value)
     if key == "grammar" and isinstance(value, str):
         return _grammar(value)
-    raise ApiError(400, f"{where}.{key}: of a wrong type", param=f"{where}.{key}")
+    raise UsageError(f"{where}.{key}: of a wrong type", "kvexport docs tasks/structured-answers lists their types")
 
 
 def older_form(fields: Mapping[str, Any]) -> Grammar | None:
     """Return the grammar that the fields of `OLDER_FORMS` set; None for free text."""
     named = {name: fields[name] for name in OLDER_FORMS if fields.get(name) is not None}
     if len(named) > 1:
-        raise ApiError(400, f"{' and '.join(named)} at once", param=next(iter(named)))
+        raise UsageError(f"{' and '.join(named)} at once", "give one of them")
     return next((structured_form({OLDER_FORMS[name]: value}, name) for name, value in named.items()), None)
 
 

@@ -169,7 +169,7 @@ KV_DEVICE void residual_targets(Block<Kernel>& block, const MergeHead& head, con
 // policy.order needs targets: which are the eviction pool).
 struct Rank {
   using Args = MergeWork;
-  static constexpr int kThreads = Selection::kThreads, kBlocksPerMultiprocessor = 4;
+  static constexpr int kThreads = Selection::kThreads, kBlocksPerMultiprocessor = 3;  // with 4 it spills on 12.0
   struct Registers {
     int count, scanned;
   };

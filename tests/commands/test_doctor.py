@@ -99,6 +99,7 @@ def test_every_verb_of_the_command_line_is_judged() -> None:
         "docs",
         "doctor",
         "list",
+        "pull",
         "rm",
     }
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import tokenizers
 import transformers
-from grammars import SMALL
 
+from benchmarks.speed.grammars import SMALL
 from kvexport.errors import UsageError
 from kvexport.export.added_tokens import complete_tokenizer
 from kvexport.language.chat import read_json

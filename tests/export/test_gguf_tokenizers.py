@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grammars import SMALL
 
+from benchmarks.speed.grammars import SMALL
 from kvexport.errors import UsageError
 from kvexport.export.model.gguf import read_gguf
 from kvexport.export.model.gguf_model import write_texts

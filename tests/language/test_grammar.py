@@ -11,8 +11,8 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from grammars import SMALL, draw, random_schema
 
+from benchmarks.speed.grammars import SMALL, draw, random_schema
 from kvexport.engine.load import load
 from kvexport.engine.request import Request
 from kvexport.errors import EnvironmentProblem, KvexportError, UsageError

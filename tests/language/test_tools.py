@@ -14,10 +14,10 @@ import jsonschema
 import numpy as np
 import pytest
 import tokenizers
-from grammars import SMALL, draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.speed.grammars import SMALL, draw
 from kvexport.errors import UsageError
 from kvexport.language.chat import ChatTemplate
 from kvexport.language.grammar import Grammars

@@ -6,7 +6,8 @@
     kvexport.build("Qwen/Qwen3-0.6B", "qwen3", budget=1024)  # or into a folder of your own
     engine = kvexport.load("qwen3")                          # needs neither torch nor transformers
 
-Importing this package imports none of its dependencies. The first use of a name imports what the name needs.
+The budget is the number of cache slots that each KV head keeps. Importing this package imports none of its
+dependencies. The first use of a name imports what the name needs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m kvexport` is `kvexport`."""
+"""The entry point of `python -m kvexport`, which is the same as the command `kvexport`."""
 
 from kvexport.commands.app import main
 

@@ -32,10 +32,10 @@ def read_json(text: str | bytes, most: int = MOST_VALUES, *, cut: bool = False) 
 
 
 def count_values(data: bytes, most: int = MOST_VALUES) -> int:
-    """Return an upper bound of the number of values and keys in a JSON text; an exact one if it is above `most`.
+    """Return an upper bound of the number of values and keys in a JSON text; the exact number if it is above `most`.
 
-    A parser creates a Python object for each of them, and holds the interpreter's lock meanwhile. This function counts
-    them beforehand with NumPy, which releases the lock.
+    A parser creates a Python object for each value and key, and holds the interpreter's lock meanwhile. This function
+    counts them beforehand with NumPy, which releases the lock.
     """
     upper = 1 + sum(data.count(character) for character in _STRUCTURE)
     if upper <= most:
@@ -52,7 +52,7 @@ def count_values(data: bytes, most: int = MOST_VALUES) -> int:
 
 
 def _escaped(text: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return the positions of the characters of a JSON text [n] uint8 that a backslash escapes."""
+    """Return the positions of the characters that a backslash escapes, in a JSON text [n] uint8."""
     slashes = np.flatnonzero(text == ord("\\"))
     order = np.arange(len(slashes))
     starts = np.ones(len(slashes), bool)  # of runs of backslashes

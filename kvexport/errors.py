@@ -1,6 +1,6 @@
 """The errors that a user may see. Each has the problem, the value that was found, and the line that fixes it.
 
-A command exits with the exit code of the error's class.
+A command of kvexport that fails exits with the exit code of the error's class.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ class KvexportError(Exception):
 
     Attributes:
         problem: One line that names the problem and the value found.
-        fix: The line that fixes it, or "".
+        fix: A line with what the user can do about the problem, such as a command or an option; "" if there is none.
         exit_code: The exit code of a command that ends by this error.
     """
 
@@ -24,31 +24,31 @@ class KvexportError(Exception):
 
 
 class UsageError(KvexportError):
-    """The error for an unusable call, recipe, prompt or checkpoint."""
+    """The error for a call, recipe, prompt or checkpoint that cannot be used."""
 
     exit_code = 2
 
 
 class EnvironmentProblem(KvexportError):
-    """The error for something that this machine lacks: a package, a provider, disk space."""
+    """The error for something that the machine lacks: a Python package, an ONNX Runtime provider, disk space."""
 
     exit_code = 3
 
 
 class MismatchError(KvexportError):
-    """The error for a difference between an engine and its PyTorch reference."""
+    """The error for a difference between an engine's outputs and those of the model in PyTorch."""
 
     exit_code = 4
 
 
 class ArtifactError(KvexportError):
-    """The error for a damaged or incomplete artifact, or one of another contract version."""
+    """The error for an artifact that is damaged, incomplete, or of a contract version that kvexport does not read."""
 
     exit_code = 5
 
 
 class SnapshotError(KvexportError):
-    """The error for a snapshot that is damaged, or belongs to another model, recipe or contract than the artifact's."""
+    """The error for a snapshot (saved sequence) that is damaged, or of another model, recipe or contract version."""
 
     exit_code = 5
 
@@ -62,7 +62,7 @@ class DeadlineError(KvexportError):
 
 
 class EngineEndedError(KvexportError):
-    """The error for a call of an engine whose thread has ended."""
+    """The error for a call of an engine whose thread has ended, so that it can run no request."""
 
 
 # torch and ONNX Runtime raise errors of their own types.

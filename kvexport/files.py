@@ -20,8 +20,8 @@ _CHUNK = 4 << 20  # with smaller blocks, a thread that shares the interpreter wi
 def new_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Yield a hidden file beside `path`, which replaces `path` when the block ends without an error.
 
-    Its content is on the disk before it gets the name, so that a crash leaves the old file or the new one. An OSError
-    names the file.
+    The new file's content is on the disk before the file gets the name `path`, so that a crash leaves the old file or
+    the new one. An OSError names the file.
     """
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PART}")
     try:
@@ -40,7 +40,6 @@ def new_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 def write_file(path: Path, content: bytes | str) -> None:
-    """Write a file atomically. See `new_file`."""
     with new_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 

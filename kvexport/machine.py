@@ -1,4 +1,4 @@
-"""The machine's memory, and how many of its cores suit a model: fast ones, of one node, within a container's limits."""
+"""The machine's memory, and how many of its cores suit a model on the CPU."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Threads(NamedTuple):
 
 
 def suitable_threads(root: Path = Path("/"), usable: frozenset[int] | None = None) -> Threads:
-    """Return how many threads a model on the CPU should have.
+    """Return how many threads a model on the CPU should have: one for each fast core of one NUMA node.
 
-    A product waits for its slowest thread. Slow cores, a second thread on a core, the memory of another node, and more
-    threads than a control group allows therefore make a step longer.
+    A matrix product waits for its slowest thread. Slow cores, a second thread on a core, the memory of another NUMA
+    node, and more threads than a control group allows therefore make a step longer.
     """
     processors = _usable() if usable is None else usable
     cores = _first_of_each_core(root, processors)
@@ -65,14 +65,14 @@ def _numbers(text: str) -> frozenset[int]:
 
 
 def _first_of_each_core(root: Path, processors: frozenset[int]) -> frozenset[int]:
-    """Return the processors without those that are further threads of a core."""
+    """Return one of the logical processors of each core, so that no core gets two threads."""
     folder = root / "sys/devices/system/cpu"
     siblings = {n: _numbers(read_system_file(folder / f"cpu{n}/topology/thread_siblings_list")) for n in processors}
     return frozenset(n for n in processors if n == min(siblings[n] & processors, default=n))
 
 
 def _fast(root: Path, processors: frozenset[int]) -> frozenset[int]:
-    """Return the performance cores of a hybrid processor, or all processors if all cores are equal."""
+    """Return the performance cores of a hybrid processor, or all logical processors if all cores are equal."""
     if listed := _numbers(read_system_file(root / "sys/devices/cpu_core/cpus")):  # Intel
         return listed & processors
     folder = root / "sys/devices/system/cpu"
@@ -113,7 +113,7 @@ def _granted(root: Path) -> float | None:
 def machine_memory() -> tuple[int, int]:
     """Return the bytes of total and available memory: the smaller of the machine's and the control group's.
 
-    Both are 0 if the system does not provide them.
+    Both numbers are 0 if the system does not provide them.
     """
     text = read_system_file(Path("/proc/meminfo"))
     sizes = {name: int(kilobytes) * 1024 for name, kilobytes in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
@@ -126,7 +126,7 @@ def machine_memory() -> tuple[int, int]:
 
 
 def require_memory(size: int, purpose: str, fix: str) -> None:
-    """Check that an allocation fits into the memory of this machine; otherwise the system would kill the process."""
+    """Raise EnvironmentProblem if an allocation exceeds the machine's memory; the system would kill the process."""
     total, _ = machine_memory()
     if 0 < total < size:
         raise EnvironmentProblem(
@@ -136,7 +136,7 @@ def require_memory(size: int, purpose: str, fix: str) -> None:
 
 
 def require_address_space() -> None:
-    """Check that there is enough address space for PyTorch, which otherwise ends the process without a message."""
+    """Raise EnvironmentProblem if PyTorch lacks address space, without which it ends the process without a message."""
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]

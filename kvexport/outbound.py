@@ -1,4 +1,4 @@
-"""Switches off the reports that kvexport's dependencies send about their use (SECURITY.md lists them)."""
+"""The switch against the usage reports that kvexport's dependencies send (SECURITY.md lists them)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ QUIET = {
 
 
 def silence_dependencies() -> None:
-    """Set the variables of QUIET that the user has not set, unless SWITCH is 1. Child processes inherit them."""
+    """Set the environment variables of QUIET that the user has not set, unless the variable SWITCH is 1.
+
+    Child processes inherit the variables.
+    """
     if os.environ.get(SWITCH) == "1":
         return
     for name, value in QUIET.items():

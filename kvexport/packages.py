@@ -1,7 +1,7 @@
 """The Python packages that each command needs: which are missing or too old, and the line that installs them.
 
-This module imports only the standard library, and modules of kvexport that do the same. It therefore works if all other
-packages are missing.
+This module imports only the standard library, and modules of kvexport that do the same. The module therefore works if
+all other packages are missing.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def missing_package(error: ImportError, packages: Sequence[Package]) -> Environm
 
 
 def package_state(package: Package) -> PackageState:
-    """Return whether a package is installed and new enough, from its metadata alone."""
+    """Return the installed version of a package, and why it cannot be used, from the package's metadata alone."""
     version = installed_version(package.name)
     if version is None:
         return PackageState(package, None, "missing")
@@ -117,7 +117,6 @@ def package_state(package: Package) -> PackageState:
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of an installed distribution; None if it is not installed."""
     from importlib import metadata
 
     try:
@@ -172,7 +171,7 @@ def needs(verb: str, package: Package) -> bool:
 
 
 def is_there(module: str) -> bool:
-    """Return whether a Python module could be imported. Only its parent packages are imported."""
+    """Return whether a Python module could be imported; only its parent packages are imported."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):

@@ -14,6 +14,6 @@ def native_folder() -> Path:
 
 
 def checkout() -> Path | None:
-    """Return the repository that the package is imported from; None if the package is installed."""
+    """Return the repository that kvexport is imported from; None if kvexport is an installed package."""
     root = PACKAGE.parent
     return root if (root / "plugins" / "build.py").is_file() else None

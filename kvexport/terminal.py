@@ -20,7 +20,7 @@ Progress = AbstractContextManager[Task]
 
 class _Quiet:
     def advance(self, amount: int) -> None:
-        """Ignore the progress of a task."""
+        """Ignore the progress of a task, because nothing shows it."""
 
 
 @contextmanager

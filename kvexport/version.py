@@ -1,4 +1,4 @@
-"""The version number of the package and of its distribution."""
+"""The version number of the kvexport package."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Artifacts (built models): their manifest, their digests, and their publication."""
+"""Artifacts (folders with a built model): their manifest, their digests, and their publication."""

@@ -27,8 +27,8 @@ def write_manifest(staging: Path, content: dict[str, Any], *, known: Mapping[str
     """Write an artifact's `manifest.json`: `content`, and the digest and size of every file.
 
     The added fields are `format`, `contract_version`, `manifest_sha256` and `files`. `files` maps every file of the
-    staging folder, as a relative POSIX path, to {"sha256": hex, "bytes": size}. Call this function last: a staging
-    folder with a file that is not listed is refused.
+    staging folder, as a relative POSIX path, to {"sha256": hex, "bytes": size}. Call this function last: an artifact
+    with a file that its manifest does not list is refused.
     """
     entries = {name: entry for name, entry in scan(staging).items() if name != MANIFEST}
     known = dict(known or {})
@@ -93,7 +93,8 @@ def check_artifact(root: Path, verify: bool, later: Collection[str] = ()) -> dic
 def read_verified(root: Path, name: str, expected: str) -> bytes:
     """Return the bytes of an artifact's file after comparing them with the manifest's digest.
 
-    The returned bytes are the checked ones, even if the file changes afterwards. Use this for files that are code.
+    The returned bytes are the checked ones, even if the file changes afterwards. Files that are code are read by this
+    function.
     """
     try:
         data = (root / name).read_bytes()
@@ -159,7 +160,7 @@ def damaged(root: Path, problem: str) -> ArtifactError:
 
 
 def built_again(root: Path) -> str:
-    """Return the command that replaces an artifact whose manifest does not reliably say what it was built from."""
+    """Return the command that builds an artifact again if its manifest does not reliably say what it was built from."""
     return f"kvexport build MODEL --out {shlex.quote(str(root))}, or with --recipe NAME if it was built from a recipe"
 
 
@@ -169,7 +170,7 @@ def no_artifact(root: Path, problem: str) -> ArtifactError:
 
 
 def instead_of(path: Path) -> str:
-    """Return what to name in place of a path that is no artifact; no command writes there, since it may be a user's."""
+    """Return advice for a user who names a path that is no artifact; no advised command writes to that path."""
     is_model = path.suffix == ".gguf" if path.is_file() else (path / "config.json").is_file()
     if is_model and not (path / "decoder.onnx").exists():  # an artifact that lost its manifest has a config.json too
         return f"kvexport build {shlex.quote(str(path))} --out ARTIFACT, and name ARTIFACT here"
@@ -241,7 +242,7 @@ def _written_form(manifest: dict[str, Any]) -> Iterator[str]:
 
 
 def _spells(manifest: dict[str, Any], raw: bytes) -> bool:
-    """Return whether the bytes `raw` of manifest.json are exactly the form in which kvexport writes the manifest.
+    """Return whether the bytes of manifest.json are exactly the form in which kvexport writes the manifest.
 
     The bytes are compared piece by piece, because the indentation of deeply nested hostile JSON would fill the memory.
     """

@@ -199,7 +199,7 @@ def _check_cache(root: Path, place: str, cache: LayerCache) -> None:
 
 
 def parse_fields(root: Path, kind: type[T], data: Any, above: str = "") -> T:
-    """Return JSON data as a dataclass, with strict types: text is never a number."""
+    """Return JSON data as a dataclass; types are strict, so text such as "8" is not taken as a number."""
     try:
         value: T = TypeAdapter(kind).validate_json(json.dumps(data), strict=True)
         return value

@@ -1,8 +1,9 @@
 """The atomic publication of an artifact: complete or not at all (docs/reference/contract.md, section 5).
 
-An artifact is a directory of files and `manifest.json`. Next to a target `name`, on the same file system, there may be
-`.name.lock`, which a running build locks, `.name.stage-*`, which a build writes or a killed build left, and
-`.name.old`. The last one exists only for an instant, on file systems that cannot exchange two directories in one step.
+An artifact is a directory of files and `manifest.json`. Next to an artifact `name`, on the same file system, there may
+be `.name.lock`, which a running build locks, `.name.stage-*`, which a build writes or a killed build left, and
+`.name.old`. The directory `.name.old` exists only for an instant, on file systems that cannot exchange two directories
+in one step.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def staging(target: Path) -> Iterator[Path]:
     Publication is one step, after a sync. The block must end with `write_manifest`. An artifact at `target` stays
     readable until the new one replaces it, and is then deleted with everything else in its directory. If the block
     raises, the staging folder is removed and `target` stays unchanged. After a kill -9 `target` is absent, the old
-    artifact or the new one, and the next call removes everything that was left next to it.
+    artifact or the new one, and the next build of `target` removes everything that was left next to it.
     """
     target = place(Path(target))
     _refuse_foreign(target)
@@ -146,9 +147,9 @@ def _staging_name(target: Path) -> Path:
 
 
 def acquire(target: Path) -> int:
-    """Lock the lock file of an artifact's directory, and return its file descriptor.
+    """Lock an artifact's directory for a build by a lock file beside it, and return the lock's file descriptor.
 
-    The file contains the id of this process.
+    The lock file contains the id of this process.
     """
     path = beside(target, "lock")
     while True:
@@ -197,7 +198,7 @@ def release(target: Path, lock: int) -> None:
 
 
 def identity(path: Path | int) -> tuple[int, int] | None:
-    """Return the device and inode that a path or descriptor refers to now; None if there is none."""
+    """Return the device and inode that a path or file descriptor refers to now; None if the file does not exist."""
     try:
         entry = os.fstat(path) if isinstance(path, int) else path.stat()
     except OSError:
@@ -211,7 +212,7 @@ def identity(path: Path | int) -> tuple[int, int] | None:
 def _tidy(target: Path) -> None:
     """Restore an artifact that a killed build had moved aside, and remove the stages that killed builds left.
 
-    The caller has the lock of `target`.
+    The caller holds the lock file of `target`.
     """
     old = beside(target, "old")
     staging_names = re.compile(re.escape(f".{target.name}.stage-") + "[0-9a-f]{16}")
@@ -233,7 +234,7 @@ def _tidy(target: Path) -> None:
 def restore(target: Path) -> None:
     """Finish the replacement of an artifact that a kill interrupted between its two renames.
 
-    The caller has the lock of `target`.
+    The caller holds the lock file of `target`.
     """
     old = beside(target, "old")
     if not os.path.lexists(target) and is_artifact(old):
@@ -267,7 +268,7 @@ def _sync(path: Path) -> None:
 
 
 def _publish(work: Path, target: Path) -> None:
-    """Move the synced staging folder to the target; the old contents of the target are at `work` afterwards."""
+    """Move a build's synced staging folder to the target; the target's old contents take its place."""
     _refuse_foreign(target)
     try:
         if not (os.path.lexists(target) and any(target.iterdir())):

@@ -42,7 +42,7 @@ def load_checked(path: Path, *, verify: bool = True, later: Collection[str] = ()
 
 
 def _existing(path: Path) -> Path:
-    """Return the resolved directory of an artifact; one that a killed build had moved aside is restored first."""
+    """Return the resolved directory of an artifact; if a killed build had moved it aside, it is restored first."""
     deadline = time.monotonic() + 1.0
     while not path.is_dir():
         waits = (

@@ -1,1 +1,1 @@
-"""The export of a model: from a Hugging Face checkpoint to ONNX graphs."""
+"""The export of a model from a Hugging Face checkpoint to ONNX graphs and weight files."""

@@ -1,7 +1,8 @@
-"""Tokens of a tokenizer that stand beside tokenizer.json, written into it as transformers reads them.
+"""Added tokens that a checkpoint stores outside tokenizer.json, written into tokenizer.json as transformers reads them.
 
-They are `added_tokens_decoder` and the named special tokens of tokenizer_config.json, and those of the older files
-added_tokens.json and special_tokens_map.json. `add_bos_token` has no effect where there is a tokenizer.json.
+They are `added_tokens_decoder` and the named special tokens of tokenizer_config.json, and the tokens of the older files
+added_tokens.json and special_tokens_map.json. The setting `add_bos_token` has no effect for a checkpoint that has a
+tokenizer.json.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def complete_tokenizer(folder: Path, older: Mapping[str, Any]) -> None:
-    """Add to `folder`/tokenizer.json what it lacks; leave the file unchanged if it lacks nothing."""
+    """Add the added tokens that `folder`/tokenizer.json lacks; leave the file unchanged if it lacks none."""
     import tokenizers
 
     config = read_json(folder / CONFIG)

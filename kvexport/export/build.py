@@ -62,10 +62,7 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
 
 
 def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
-    """Compute the memory that a recipe needs.
-
-    The checkpoint's headers are read, and the model is made without weights.
-    """
+    """Return the memory that a recipe needs, from the checkpoint's headers and a model without weights."""
     from kvexport.packages import require
 
     require("plan")
@@ -76,7 +73,7 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
     from kvexport.export.weights.specs import expert_bytes, weight_bytes
 
     shape = read_model(recipe, weights=False)
-    # parameters() yields a tied parameter once.
+    # Tied parameters (one tensor in several modules) count once, because parameters() yields them once.
     parameters = sum(parameter.numel() for parameter in shape.model.parameters())
     itemsize = np.dtype(recipe.model.dtype).itemsize
     weights = weight_bytes(shape.checkpoint, shape.model, recipe)
@@ -127,7 +124,7 @@ def build(
             manifest = replace(manifest, divergence=divergence)
         if prepare is not None:
             manifest = prepare(folder, manifest, progress)
-        if shape.checkpoint.facts() != read:  # its weights would be under the fingerprint of the earlier ones
+        if shape.checkpoint.facts() != read:  # new weights would be in an artifact with the fingerprint of the old
             raise UsageError(
                 f"the checkpoint {shape.checkpoint.path} was rewritten while it was built",
                 "build again when nothing writes it any more",
@@ -137,7 +134,7 @@ def build(
 
 
 def share_weights(recipe: Recipe, folder: Path) -> SharedWeights:
-    """Write the weights of a recipe's checkpoint into `folder`, for several builds to link to.
+    """Write the weights of a recipe's checkpoint into `folder`, so that several builds can link to them.
 
     Earlier contents of `folder` are removed.
     """
@@ -154,10 +151,10 @@ def share_weights(recipe: Recipe, folder: Path) -> SharedWeights:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector within this context.
+    """Pause Python's garbage collector in this context.
 
-    A trace consists of millions of objects that are all in use. Searching them for garbage would take a sixth of the
-    time.
+    A trace of a model makes millions of objects that all stay in use. A search for garbage among them would take a
+    sixth of the build's time.
     """
     enabled = gc.isenabled()
     gc.disable()

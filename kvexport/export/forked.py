@@ -1,4 +1,4 @@
-"""Work in a forked process on another core, which returns its result as bytes."""
+"""Work in a forked process on another CPU core, which returns its result as bytes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PATIENCE_SECONDS = 300.0
 
 @contextmanager
 def forked(work: Callable[[], bytes]) -> Iterator[Callable[[], bytes]]:
-    """Start `work` in a forked process, and yield a function that waits for its result.
+    """Start `work` in a forked process, and yield a function that waits for the result of `work`.
 
-    The process ends with the block at the latest. If a process cannot or should not be forked (see `can_fork`), fails,
-    or does not answer within `PATIENCE_SECONDS`, this process calls `work` itself when the result is needed, and raises
-    the exceptions of `work`.
+    The forked process ends with the context at the latest. If no process can or should be forked (`can_fork`), or if it
+    fails or does not answer within `PATIENCE_SECONDS`, the calling process runs `work` itself when the result is
+    needed, and raises the exceptions of `work`.
     """
     if not can_fork():
         yield work
@@ -29,7 +29,8 @@ def forked(work: Callable[[], bytes]) -> Iterator[Callable[[], bytes]]:
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(work, sender), daemon=True)
-    # The interpreter ignores what a signal's handler raises while it forks: the signal would be lost.
+    # The interpreter ignores exceptions of signal handlers while it forks, so a signal would be lost. Signals are
+    # therefore blocked for the moment of the fork.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     try:
         process.start()
@@ -52,23 +53,24 @@ def forked(work: Callable[[], bytes]) -> Iterator[Callable[[], bytes]]:
 
 
 def can_fork() -> bool:
-    """Return whether this process can fork a copy of itself that works on another core.
+    """Return whether this process can fork a copy of itself that works on another CPU core.
 
-    This needs Linux, more than one core, no other Python thread (the copy could wait for its locks forever), and a
-    process that multiprocessing allows to have children.
+    This needs Linux, more than one core, no other Python thread (the copy could wait forever for a lock of such a
+    thread), and a process that multiprocessing allows to have children.
     """
     several = (os.cpu_count() or 1) > 1 and threading.active_count() == 1
     return sys.platform == "linux" and several and not multiprocessing.current_process().daemon
 
 
 def _send(work: Callable[[], bytes], sender: Connection) -> None:
-    with suppress(BaseException):  # the parent does it again, and says what is wrong
-        # Without what the parent holds open, such as the lock of the artifact, which a killed parent must leave free.
+    with suppress(BaseException):  # the parent then runs `work` itself, and raises the exception
+        # Files that the parent has open are closed here, such as the lock of the artifact, which must be free if the
+        # parent is killed.
         for number in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
             if number > 2 and number != sender.fileno():
-                with suppress(OSError):  # the one that read this list
+                with suppress(OSError):  # the file that listed /proc/self/fd is closed already
                     os.close(number)
         torch = sys.modules.get("torch")
         if torch is not None:
-            torch.set_num_threads(1)  # its other threads were not copied
+            torch.set_num_threads(1)  # a fork does not copy torch's other threads
         sender.send_bytes(work())

@@ -1,6 +1,7 @@
 """The preparation of an artifact for this machine, as `kvexport build --from` runs it.
 
-The artifact's ONNX graphs come from another machine. The backend builds its own files, such as engines, from them.
+The artifact's ONNX graphs may come from another machine. The backend builds its own files, such as TensorRT engines,
+from them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def rebuild(
     *,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> Path:
-    """Let the recipe's backend prepare a copy of an artifact for this machine. Its ONNX graphs stay unchanged.
+    """Let the recipe's backend prepare a copy of an artifact for this machine; the ONNX graphs stay unchanged.
 
     This needs the package onnx, but neither torch nor the checkpoint.
     """
@@ -74,9 +75,9 @@ def _with_backend(saved: Recipe, overrides: Sequence[str]) -> Recipe:
 
 
 def _take_over(source: Path, target: Path) -> None:
-    """Hard-link a file of an artifact into the stage of its copy, or copy it if the file system cannot link.
+    """Hard-link a file of an artifact into the staged copy, or copy it if the file system cannot link.
 
-    Artifacts never change, so two may share a file.
+    Two artifacts may share a file, because the files of an artifact never change.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     try:

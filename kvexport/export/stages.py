@@ -1,7 +1,7 @@
-"""The stages of a build, which `kvexport.export.build` runs.
+"""The stages of a build, which `kvexport.export.build` runs one after another.
 
-They read the checkpoint, trace it while its weights are written, write the graphs, and describe the artifact. This
-module imports torch and transformers, which commands that only read an artifact do without.
+They trace the model while its weights are written, write the ONNX graphs, and describe the artifact. This module
+imports torch and transformers, which commands that only read an artifact do without.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ShowProgress = Callable[[str, int | None], Progress]
 @dataclass(frozen=True)
 class Traced:
     decoder: ir.Model
-    # Numbers of inputs and outputs of each projection that takes adapters, by its module
+    # (inputs, outputs) of each projection that takes LoRA adapters, by the name of its module
     adapters: dict[str, tuple[int, int]]
     functions: list[list[onnx.FunctionProto]]  # functions of each layer's VoteAttention
     merge: onnx.ModelProto | None  # merge graph, or None if no layer merges
@@ -123,14 +123,14 @@ def trace_and_write(
         taken = put_adapters(decoder.graph, recipe.adapters.targets) if recipe.adapters.count else {}
         functions = attention_functions(shape.plan, method, shape.geometry, recipe.model.dtype)
         merge = _parse_merge(merge_bytes(), method)
-        gc.collect(0)  # all traces, since the collector is paused; the weights may still be under way
+        gc.collect(0)  # frees the traces, since the collector is paused; the weights may still be being written
         return Traced(decoder, taken, functions, merge, writing.result())
 
 
 def write_graphs(
     traced: Traced, shape: ModelShape, specs: list[Spec], recipe: Recipe, folder: Path, vision: Vision | str = ""
 ) -> Graphs:
-    # On GPUs the products of adapters are nodes of their own.
+    # On GPUs, the matrix products of LoRA adapters stay nodes of their own.
     on_gpu = backends.get(recipe.backend.name).needs_gpu(recipe)
     passes = [one for one in DECODER_PASSES if not (on_gpu and one is ADAPTERS)]
     decoder = finish_decoder(
@@ -171,7 +171,7 @@ def describe(
     traced: Traced,
     vision: Vision | str = "",
 ) -> Manifest:
-    """Return the manifest of an artifact; `name` is the user's name for it."""
+    """Return the manifest of an artifact; `name` is the name that the user gave the artifact."""
     own = ("onnx", "onnxscript", "torch", "transformers", "numpy")
     of_backends = (package.name for backend in backends.all_backends() for package in backend.packages)
     return Manifest(
@@ -209,10 +209,9 @@ def describe(
 
 @contextmanager
 def in_background(work: Callable[[Callable[[int], None]], T], advance: Callable[[int], None]) -> Iterator[Future[T]]:
-    """Run ``work(advance)`` in a thread, and yield its future.
+    """Run ``work(advance)`` in a thread, and yield its future; `work` reports progress by calling `advance`.
 
-    `advance` is the function with which `work` reports progress. If the block of this context raises, the next call of
-    `advance` in the thread raises too, so that the thread ends.
+    If the block of this context raises, the next call of `advance` in the thread raises too, so that the thread ends.
     """
     ended, interval = Event(), sys.getswitchinterval()
 
@@ -222,7 +221,8 @@ def in_background(work: Callable[[Callable[[int], None]], T], advance: Callable[
         advance(amount)
 
     with ThreadPoolExecutor(1) as pool:
-        # While the block runs Python code, the thread waits this long for the interpreter after each read and write.
+        # While the block runs Python code, the thread waits this long for Python's interpreter lock after each read and
+        # write.
         sys.setswitchinterval(SWITCH_SECONDS)
         try:
             yield pool.submit(work, advance_or_end)
@@ -240,7 +240,7 @@ def _merge_bytes(plan: CachePlan, method: Any) -> bytes:
 
 
 def _parse_merge(model: bytes, method: Any) -> onnx.ModelProto | None:
-    """Parse the bytes of the merge graph, and cache its ONNX functions for later builds of this process.
+    """Parse the bytes of the merge graph, and keep its ONNX functions for later builds of this process.
 
     The result is None if there are no bytes.
     """

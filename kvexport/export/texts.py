@@ -1,6 +1,6 @@
 """The copy of a checkpoint's small files (tokenizer, chat template, JSON) into an artifact.
 
-The copied files are loaded from the staging folder as an engine would load them, before the artifact replaces an
+The copied files are loaded from the staging folder as an engine would load them, before the new artifact replaces an
 earlier one.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvexport.export.model.tensors import Checkpoint
 
 GENERATION = "generation_config.json"
-_MOST_STOPS = 64  # each is compared with the text after every token; kvexport serve has the same bound
+_MOST_STOPS = 64  # stop strings, each compared with the text after every token; kvexport serve has the same bound
 
 
 def copy_texts(checkpoint: Checkpoint, folder: Path, vocabulary: int) -> None:

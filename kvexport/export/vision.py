@@ -1,8 +1,9 @@
-"""The image part of a model: its encoder as a graph, traced once, and how its processor cuts images into tiles.
+"""The image part of a model: its encoder as an ONNX graph, and how its processor cuts images into tiles.
 
-Every model of transformers that reads images has `get_image_features`, which returns rows of the decoder's hidden size,
-and puts them in the places of a placeholder token. The graph computes it for one tile. What a model does beyond that is
-looked for before anything is traced, and refused with a reason; the decoder then reads text alone.
+Every model of transformers that reads images has a method `get_image_features`, which returns embeddings of the
+decoder's hidden size; the model puts them in place of placeholder tokens. The graph vision.onnx computes them for one
+tile of an image. A model that does more with images is refused with a reason before anything is traced, and its decoder
+is built to read only text.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ from kvexport.quiet import quiet_exporter
 from kvexport.recipe.fields import Recipe
 from kvexport.tensor_files.shards import refuse_link
 
-# Model types whose logits with images are compared with those of transformers (tests/export/test_images.py).
+# Model types for which tests compare logits with images to those of transformers (tests/export/test_images.py)
 COMPARED = {"aya_vision", "idefics3", "internvl", "llava", "smolvlm"}
-_MOST_NUMBER = 1 << 14  # in the settings of a processor: sides of images, tiles, tokens of a tile
-_MOST_SIDE = 16  # tiles in a row or a column
-# Heights and widths of images on which kvexport's tiles are compared with those of the checkpoint's own processor.
+_MOST_NUMBER = 1 << 14  # the largest number in a processor's settings: sides of images, tiles, tokens of a tile
+_MOST_SIDE = 16  # the most tiles in a row or a column of an image
+# Heights and widths of sample images, for which kvexport's tiles are compared with those of the checkpoint's processor
 _SAMPLES = ((37, 61), (61, 37), (64, 64), (7, 300), (900, 20), (500, 700))
 
 
 class Vision(NamedTuple):
-    """The image part of a model."""
+    """The image part of a model: how images are cut, the encoder's graph, and the specs of its weights."""
 
     spec: ImageSpec
     graph: ir.Model  # the encoder without weights
@@ -55,11 +56,11 @@ class Vision(NamedTuple):
 
 
 class _Refused(Exception):
-    """A reason why the images of a model are not built."""
+    """The error that says why the image part of a model is not built."""
 
 
 def read_vision(shape: ModelShape, recipe: Recipe) -> Vision | str:
-    """Return the image part of a model, or the reason why it is not built; "" for a model of text alone."""
+    """Return the image part of a model, or the reason why it is not built; "" for a model that reads only text."""
     if not is_composite(shape.model.config):
         return ""
     try:
@@ -81,7 +82,7 @@ def read_vision(shape: ModelShape, recipe: Recipe) -> Vision | str:
 
 
 def _check_model(model: Any, recipe: Recipe) -> None:
-    """Raise _Refused if the model does more with images than to put rows in the places of tokens."""
+    """Raise _Refused if the model does more with images than to replace the embeddings of placeholder tokens."""
     config, backend = model.config, backends.get(recipe.backend.name)
     arguments = inspect.signature(model.forward).parameters
     encoder = inspect.signature(getattr(model.base_model, "get_image_features", lambda: None)).parameters
@@ -102,14 +103,14 @@ def _check_model(model: Any, recipe: Recipe) -> None:
 
 
 def _read_spec(folder: Path, config: Any) -> tuple[ImageSpec, int]:
-    """Return how the checkpoint's processor cuts images, and how many dimensions its tiles have."""
+    """Return how the checkpoint's processor cuts images, and how many dimensions its array of tiles has."""
     try:
         processor = read_processor(folder, config)
         spec = image_spec(processor, config)
         return spec, _compare(processor, spec)
     except (_Refused, KvexportError):
         raise
-    except Exception as error:  # settings of wrong types raise whatever they meet
+    except Exception as error:  # settings of wrong types may raise any exception
         raise _Refused(f"transformers cannot read its image processor: {first_line_of(error)}") from error
 
 
@@ -134,7 +135,7 @@ def read_processor(folder: Path, config: Any) -> Any:
 
 
 def _check_numbers(settings: Any) -> None:
-    """Raise _Refused if settings hold numbers that would make tiles or texts of any size."""
+    """Raise _Refused if a processor's settings have numbers so large that tiles or texts would be huge."""
     for value in settings.values() if isinstance(settings, dict) else settings:
         if isinstance(value, dict | list | tuple):
             _check_numbers(value)
@@ -157,7 +158,7 @@ def _without_video(kind: type) -> Iterator[None]:
 
 
 def image_spec(processor: Any, config: Any) -> ImageSpec:
-    """Return how the processor cuts images, from its attributes, with the text of every grid of tiles."""
+    """Return how a processor of transformers cuts images, with the placeholder text of every grid of tiles."""
     images, kwargs = processor.image_processor, _image_settings(processor)
 
     def setting(name: str) -> Any:
@@ -212,12 +213,12 @@ def image_spec(processor: Any, config: Any) -> ImageSpec:
 
 
 def _image_settings(processor: Any) -> dict[str, Any]:
-    """Return the settings with which a processor calls its image processor, beside those of the image processor."""
+    """Return the settings that a processor passes to its image processor in each call."""
     return dict(getattr(processor, "images_kwargs", None) or {})
 
 
 def prepare(processor: Any, image: Any) -> Any:
-    """Return what transformers' processor makes of an image of Pillow, as numpy arrays."""
+    """Return the arrays that a processor of transformers makes of a Pillow image."""
     return processor.image_processor(image, return_tensors="np", **_image_settings(processor))
 
 
@@ -227,19 +228,21 @@ def _color(numbers: Any) -> tuple[float, float, float]:
 
 
 def _sides(size: Any) -> dict[str, Any]:
-    """Return the sides that transformers' size has, by name."""
     sides = dict(size) if isinstance(size, dict) else vars(size) if size is not None else {}
     return {name: side for name, side in sides.items() if side is not None}
 
 
 def _runs(text: str, token: str) -> tuple[str | int, ...]:
-    """Return a text with the number of tokens in place of each of their runs."""
+    """Return a text in which each run of repeated placeholder tokens is replaced by the number of tokens in the run."""
     parts = re.split(f"((?:{re.escape(token)})+)", text)
     return tuple(len(x) // len(token) if i % 2 else x for i, x in enumerate(parts) if x)
 
 
 def _compare(processor: Any, spec: ImageSpec) -> int:
-    """Return how many dimensions the processor's tiles have. Raise _Refused if tiles or texts are not kvexport's."""
+    """Return how many dimensions the processor's array of tiles has.
+
+    Raise _Refused if tiles or texts differ from kvexport's.
+    """
     from PIL import Image
 
     random, dimensions = np.random.default_rng(0), 0
@@ -257,7 +260,7 @@ def _compare(processor: Any, spec: ImageSpec) -> int:
 
 
 def _rows_of_tiles(texts: Mapping[str, tuple[str | int, ...]]) -> int:
-    """Return the number of tokens that stand for a tile. Raise _Refused if tiles have different numbers."""
+    """Return the number of placeholder tokens that stand for a tile; raise _Refused if tiles differ in it."""
     found = set()
     for grid, text in texts.items():
         rows, _, columns = grid.partition("x")
@@ -269,7 +272,7 @@ def _rows_of_tiles(texts: Mapping[str, tuple[str | int, ...]]) -> int:
 
 
 def _keep_read(model: Any, graph: ir.Model) -> None:
-    """Keep only the parameters that the encoder's graph reads."""
+    """Keep only the parameters that the image encoder's graph reads."""
     names = initializer_names(model)
     for prefix, module in model.named_modules():
         for name in module._parameters:
@@ -278,7 +281,7 @@ def _keep_read(model: Any, graph: ir.Model) -> None:
 
 
 class _Encoder(nn.Module):
-    """The module that is traced as vision.onnx: pixels of a tile [1, 3, H, W] to rows [rows, hidden], in float32."""
+    """The module that is traced as vision.onnx: pixels [1, 3, H, W] of a tile to embeddings [rows, hidden]."""
 
     def __init__(self, model: Any, spec: ImageSpec, five: bool) -> None:
         super().__init__()
@@ -293,7 +296,7 @@ class _Encoder(nn.Module):
 
 
 def _trace(model: Any, mode: Any, spec: ImageSpec, *, five: bool) -> ir.Model:
-    """Return the encoder's graph for one tile, whose weights have no data."""
+    """Return the image encoder's graph for one tile; its weights have no data."""
     try:
         with mode:
             tile = torch.zeros(1, 3, spec.height, spec.width)

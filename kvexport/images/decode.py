@@ -1,4 +1,4 @@
-"""Files of images as RGB pixels. Bounds hold before anything is decoded."""
+"""Decoding of image files to RGB pixels, with bounds on bytes and pixels that are checked before decoding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_PIXELS = 1 << 26  # 0.4 GB while they are scaled
 
 
 def read_image(source: ImageInput) -> Image:
-    """Return an image in RGB, turned as its EXIF data says, on white where it is transparent, the first of several.
+    """Return the first image of a file in RGB, rotated as its EXIF data says, with white in place of transparency.
 
     Raises:
         UsageError: The file is no image, or too large.

@@ -1,4 +1,8 @@
-"""The rows of encoded images on their way into the decoder, in the places of a prompt's placeholder tokens."""
+"""Encoded images on their way into the decoder: vectors that replace the embeddings of placeholder tokens.
+
+The image encoder gives each tile of an image several rows, vectors of the decoder's hidden size. The text of the prompt
+has one placeholder token for each row.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +24,24 @@ IMAGE_INPUTS = ("image_rows", "image_places")
 
 
 class CallImages(NamedTuple):
-    """The image rows of one call of the decoder, by the names of its inputs."""
+    """The image vectors that one call of the decoder reads, by the names of the decoder's inputs."""
 
     image_rows: NDArray[np.float32]
     image_places: NDArray[np.int64]
 
     @classmethod
     def none(cls, spec: ImageSpec, batch: int, tokens: int) -> CallImages:
-        """Return the inputs of a call without images."""
+        """Return the decoder's image inputs for a call without images."""
         return cls(np.zeros((1, spec.hidden), np.float32), np.zeros((batch, tokens), np.int64))
 
 
 @dataclass(frozen=True, eq=False)
 class PromptImages:
-    """The encoded images of a prompt.
+    """The encoded images of a prompt, a vector (row) for each of the prompt's placeholder tokens.
 
     Attributes:
-        rows: Their rows [n, hidden], in the order of the placeholder tokens.
-        keys: A negative number for each row [n], which equal images share.
+        rows: The vectors [n, hidden], in the order of the placeholder tokens.
+        keys: A negative number for each vector [n], by which equal images are recognized.
     """
 
     rows: NDArray[np.float32]
@@ -47,12 +51,12 @@ class PromptImages:
 def encode_images(
     images: Sequence[ImageInput], spec: ImageSpec, encode: Callable[[NDArray[np.float32]], NDArray[np.float32]]
 ) -> tuple[PromptImages, list[str]]:
-    """Return encoded images, and the text of each in place of its marker.
+    """Return encoded images, and for each image the text with placeholder tokens that stands for it in a prompt.
 
     Args:
         images: The images.
-        spec: How they are cut.
-        encode: The image encoder: pixels of one tile [1, 3, height, width] to its rows [rows, hidden].
+        spec: How images are cut into tiles.
+        encode: The image encoder: pixels of one tile [1, 3, height, width] to its vectors [rows, hidden].
     """
     rows, keys, texts = [], [], []
     for image in images:
@@ -67,7 +71,7 @@ def encode_images(
 
 
 def with_images(prompt: str, texts: Sequence[str], spec: ImageSpec) -> str:
-    """Return a prompt with the texts of images in place of the markers; without markers images come first."""
+    """Return a prompt with the texts of images in place of image markers; without markers the images come first."""
     parts = prompt.split(spec.marker)
     if len(parts) == 1:
         parts = [""] * len(texts) + parts
@@ -80,7 +84,7 @@ def with_images(prompt: str, texts: Sequence[str], spec: ImageSpec) -> str:
 
 
 def places_of(ids: NDArray[np.int64], images: PromptImages | None, spec: ImageSpec | None) -> NDArray[np.int64]:
-    """Return the image row in the place of each token of a prompt [n], from 1; 0 for none."""
+    """Return for each token of a prompt [n] the number, from 1, of the image vector that replaces it; 0 for none."""
     places = np.zeros(len(ids), np.int64)
     if images is not None:
         if spec is None or images.rows.shape[1] != spec.hidden:
@@ -96,10 +100,10 @@ def places_of(ids: NDArray[np.int64], images: PromptImages | None, spec: ImageSp
 
 
 def call_images(chunks: Sequence[tuple[NDArray[np.int64], PromptImages | None]]) -> CallImages | None:
-    """Return the image rows of a call that reads a chunk of each prompt; None if no token of them is of an image.
+    """Return the image vectors of a decoder call that reads a chunk of each prompt; None if no token is of an image.
 
     Args:
-        chunks: For each prompt the places of its chunk's tokens (`places_of`), and its images.
+        chunks: For each prompt the numbers of its chunk's image vectors (`places_of`), and its images.
     """
     if not any(images is not None and places.any() for places, images in chunks):
         return None

@@ -1,5 +1,7 @@
 """The tiles that an image encoder takes, cut from an image as the processors of transformers cut them.
 
+A checkpoint's image encoder takes tiles that are cut in one of three ways:
+
     whole    scale to a size or by the shorter side, crop the middle: one tile
     canvas   scale to the grid of tiles whose aspect ratio is nearest, then the whole image as one more tile
     rows     scale by the longer side to multiples of a tile, then the whole image as one more tile
@@ -57,7 +59,7 @@ class ImageSpec:
     split: bool = True  # rows: whether the image is cut at all
 
     def text(self, grid: str) -> str:
-        """Return the text of an image whose tiles form `grid`, in place of the marker."""
+        """Return the text that stands for an image in a prompt, for an image whose tiles form the grid `grid`."""
         return "".join(part if isinstance(part, str) else self.token_text * part for part in self.texts[grid])
 
 
@@ -81,7 +83,7 @@ def _resized(image: Image, height: int, width: int, spec: ImageSpec) -> Image:
 
 
 def _pieces(image: Image, spec: ImageSpec) -> list[NDArray[np.uint8]]:
-    """Return the tiles of an image whose sides are multiples of theirs, row by row."""
+    """Return the tiles of an image whose sides are multiples of a tile's sides, row by row."""
     pixels = np.asarray(image)
     return [
         pixels[top : top + spec.height, left : left + spec.width]
@@ -116,7 +118,7 @@ def _squared(image: Image, spec: ImageSpec) -> Image:
 
 
 def _cropped(pixels: NDArray[np.uint8], spec: ImageSpec) -> NDArray[np.uint8]:
-    """Return the middle of an image; where the image is smaller than a tile, black is around it."""
+    """Return the middle of an image, of a tile's size; if the image is smaller than a tile, black surrounds it."""
     sides = pixels.shape[:2]
     tile = np.zeros((spec.height, spec.width, 3), np.uint8)
     places = []
@@ -138,7 +140,7 @@ def _canvas(image: Image, spec: ImageSpec) -> tuple[list[NDArray[np.uint8]], str
 
 
 def _nearest_grid(image: Image, spec: ImageSpec) -> tuple[int, int]:
-    """Return the columns and rows of the grid whose aspect ratio is nearest to the image's.
+    """Return the columns and rows of the grid of tiles whose aspect ratio is nearest to the image's.
 
     Of grids with equal ratios, the larger one is taken while its tiles have less than twice the image's pixels.
     """
@@ -171,7 +173,10 @@ def _rows(image: Image, spec: ImageSpec) -> tuple[list[NDArray[np.uint8]], str]:
 
 
 def _longest_side(height: int, width: int, longest: int) -> tuple[int, int]:
-    """Return sizes with one longer side `longest` and an even shorter one, both at most `_LONGEST`."""
+    """Return a height and width with the image's aspect ratio, the longer one `longest`, the shorter one even.
+
+    Both are at most `_LONGEST` pixels.
+    """
     ratio = width / height
     if width >= height:
         width, height = longest, int(longest / ratio)
@@ -189,7 +194,7 @@ def _longest_side(height: int, width: int, longest: int) -> tuple[int, int]:
 
 
 def _multiples(height: int, width: int, side: int) -> tuple[int, int]:
-    """Return sizes rounded up to multiples of a tile's side, the longer side first."""
+    """Return an image's height and width rounded up to multiples of a tile's side, the longer side first."""
     ratio = width / height
     if width >= height:
         width = math.ceil(width / side) * side

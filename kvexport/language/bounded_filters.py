@@ -1,6 +1,6 @@
 """Jinja filters whose output grows with a number in the template, with a bound on this number.
 
-minijinja's own filters allocate as much as a template asks for, and the process ends if there is too little memory.
+minijinja's own filters allocate as much memory as a template asks for, and the process ends if there is too little.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ def check_width(value: Any) -> None:
 
 
 def format_text(value: Any, *arguments: Any, **named: Any) -> str:
-    """Return `value % arguments`, as Jinja's filter `format` does."""
     text = str(value)
     for number in _NUMBER.findall(text):
         if len(number) > 4 or int(number) > MOST:
@@ -31,7 +30,6 @@ def format_text(value: Any, *arguments: Any, **named: Any) -> str:
 
 
 def indent(value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    """Return a text with indented lines, as Jinja's filter `indent` does."""
     check_width(width)
     space = width if isinstance(width, str) else " " * width
     lines = str(value).split("\n")
@@ -40,7 +38,6 @@ def indent(value: Any, width: int | str = 4, first: bool = False, blank: bool = 
 
 
 def batch(value: Any, linecount: int, fill_with: Any = None) -> list[list[Any]]:
-    """Split items into lists of equal length, as Jinja's filter `batch` does."""
     check_width(linecount)
     items, rows = list(value), []
     for start in range(0, len(items), max(1, linecount)):
@@ -50,7 +47,6 @@ def batch(value: Any, linecount: int, fill_with: Any = None) -> list[list[Any]]:
 
 
 def slices(value: Any, count: int, fill_with: Any = None) -> list[list[Any]]:
-    """Split items into a given number of lists, as Jinja's filter `slice` does. The first lists may have one more."""
     check_width(count)
     items = list(value)
     if count < 1:

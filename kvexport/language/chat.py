@@ -1,9 +1,9 @@
 """The checkpoint's chat template, which turns messages into the text that the model was trained to answer.
 
 The template is Jinja, as transformers' `apply_chat_template` takes it. minijinja renders it: the template sees copies
-of plain data and no private attributes, and its steps and its text are bounded. A part of a message that is an image
-becomes the model's marker for one. A template that prints None or a whole float gives another text: Jinja prints None
-and 2.0, minijinja nothing and 2.
+of plain data and no private attributes, and the number of its steps and the length of its text are bounded. An image in
+a message becomes the text by which the model marks images. A template that prints None or a whole float gives another
+text than in transformers: Jinja prints None and 2.0, minijinja nothing and 2.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """Return the text of a conversation with its special tokens; encode it without further special tokens."""
+        """Return a conversation as text with its special tokens, which is encoded without further special tokens."""
         source = (self.sources.get("tool_use") if tools else None) or self.sources.get("default")
         if source is None:
             raise UsageError(
@@ -99,7 +99,7 @@ class ChatTemplate:
         return texts[0]
 
     def _takes_parts(self, source: str) -> bool:
-        """Return whether a template shows only contents that are lists of parts, as those of vision models do."""
+        """Return whether a chat template shows only contents that are lists of parts, as those of vision models do."""
         known: dict[str, bool] = self.__dict__.setdefault("_parts", {})
         if source not in known:
             shown = []
@@ -114,9 +114,10 @@ class ChatTemplate:
 
 
 def _variants(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Yield messages as they are, and then as templates take them that concatenate arguments or know one system text.
+    """Yield chat messages as they are, and then in the forms that some chat templates need.
 
-    A template that concatenates the arguments of a call takes them as JSON text.
+    Some templates know only one system message at the beginning, and some take the arguments of a tool call as JSON
+    text.
     """
     merged = _one_system(messages)
     calls = any("tool_calls" in message for message in messages)
@@ -148,7 +149,11 @@ def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_whole(text: str, messages: list[dict[str, Any]]) -> bool:
-    """Return whether a text shows every system message, and no arguments of a call as Python prints them."""
+    """Return whether the text that a chat template rendered has not lost or distorted a part of the messages.
+
+    The text must show every system message. It must not show the arguments of a tool call as a Python dict, because
+    they should be JSON.
+    """
     for message in messages:
         content = message.get("content")
         if message["role"] == "system" and isinstance(content, str) and content.strip() not in text:
@@ -163,7 +168,7 @@ def _is_whole(text: str, messages: list[dict[str, Any]]) -> bool:
 
 
 def images_of_messages(messages: Sequence[Message]) -> tuple[list[Message], list[Any]]:
-    """Return messages whose parts of images are plain {"type": "image"}, and the images of these parts in order."""
+    """Return chat messages with {"type": "image"} in place of every image, and the images in order."""
     images: list[Any] = []
 
     def plain(part: Any) -> Any:
@@ -183,7 +188,7 @@ def images_of_messages(messages: Sequence[Message]) -> tuple[list[Message], list
 
 
 def read_chat_template(folder: Path) -> ChatTemplate | None:
-    """Return the chat template in an artifact's folder; None if its checkpoint has none."""
+    """Return the chat template in an artifact's folder; None if the artifact's checkpoint has none."""
     config = read_json(folder / CONFIG)
     template = config.get("chat_template")
     sources = {}
@@ -244,7 +249,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Refused(Exception):
-    """The error that a chat template causes by calling raise_exception."""
+    """The error that a chat template causes by calling raise_exception, to refuse the messages."""
 
 
 def _render(source: str, where: str, variables: dict[str, Any]) -> str:
@@ -304,12 +309,12 @@ def _to_json(
 
 
 def _is_iterable(value: Any) -> bool:
-    """Return whether Jinja's tests `iterable` and `sequence` hold for a value: a text, list or mapping, not None."""
+    """Return whether Jinja's tests `iterable` and `sequence` hold for a value: true for a text, list or mapping."""
     return isinstance(value, str | Sequence | Mapping)
 
 
 def _as_python(value: Any) -> Any:
-    """Return the text that Jinja prints for a value: Python's `str`.
+    """Return the text that Jinja prints for a value, Python's `str`, where minijinja would print another.
 
     An undefined value arrives as None and prints nothing.
     """
@@ -319,7 +324,7 @@ def _as_python(value: Any) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in an artifact's JSON file; an empty object if there is no file."""
+    """Return the object in an artifact's JSON file; an empty object if the file does not exist."""
     if not path.is_file():
         return {}
     try:

@@ -1,7 +1,7 @@
 """The distribution of a sequence's next token: the tokens that temperature, top_k, top_p and min_p keep.
 
 The kept tokens and their probabilities are equal to those of transformers 5.23. The input is a whole row of logits, or
-only its largest logits (`kvexport.language.top_logits`).
+only the largest logits of a row (`kvexport.language.top_logits`).
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def _narrowed(ids: Ids, values: Floats, top_p: float, min_p: float) -> tuple[Ids
 def distribution_of_top(
     scores: Scores, settings: GenerationSettings, vocabulary: int
 ) -> tuple[Ids, npt.NDArray[np.float64]] | None:
-    """Return the tokens that could be sampled and their probabilities, or None if the largest logits do not suffice.
+    """Return the tokens that could be sampled and their probabilities, from the largest logits of a row.
 
-    The largest logits must suffice for the first of the filters top_k, top_p and min_p that is set. The later filters
-    only get the tokens that this filter kept.
+    None if the largest logits do not suffice. They must suffice for the first of the filters top_k, top_p and min_p
+    that is set. The later filters only get the tokens that the first filter kept.
     """
     top_p, min_p = settings.top_p, settings.min_p
     if 0 < settings.top_k < vocabulary:
@@ -85,7 +85,10 @@ def distribution_of_top(
 
 
 def _top_ids(scores: Floats, k: int) -> Ids:
-    """Return the token ids, ascending, of all finite scores not below the k-th largest (with ties more than k)."""
+    """Return the ids of all tokens whose score is finite and not below the k-th largest, ascending.
+
+    More than k ids are returned if scores tie.
+    """
     # The k-th largest of the blocks' maxima is at most the k-th largest score, and finding it reads each score once. A
     # few times k scores pass this bound. A partition of the whole vocabulary would cost ten times as much.
     width = min(_BLOCK, scores.size // (4 * k))
@@ -101,8 +104,8 @@ def _top_ids(scores: Floats, k: int) -> Ids:
 def _top_p_indices(values: Floats, top_p: float) -> Ids:
     """Return the indices, ascending, of the finite scores `values` [n] that nucleus sampling (top_p) keeps.
 
-    Values are dropped while their cumulative probability, from the smallest value on, is within 1 - top_p. Among
-    equal values the higher indices are kept; in transformers their order depends on torch.sort, which is not stable.
+    Values are dropped while their cumulative probability, from the smallest value on, is within 1 - top_p. Among equal
+    values the higher indices are kept; in transformers their order depends on torch.sort, which is not stable.
     """
     probabilities, bound = _softmax(values), np.float32(1.0 - top_p)
     stays = np.zeros(values.size, dtype=bool)
@@ -138,7 +141,7 @@ def _softmax(values: Floats) -> Floats:
 
 
 def draw(probabilities: npt.NDArray[np.float64], uniform: float) -> int:
-    """Return the index that a uniform number in [0, 1) selects from cumulated probabilities.
+    """Return the index of the probability that a uniform number in [0, 1) selects (inverse transform sampling).
 
     An index of probability 0 is never returned.
     """

@@ -1,7 +1,8 @@
 """Constrained decoding: a JSON schema, a regular expression or a Lark grammar decides which tokens may come next.
 
-llguidance computes the masks. A grammar comes from a client and is not trusted: its size is bounded, a separate process
-compiles it first (`grammar_trial.py`), and a sequence whose grammar takes too long ends with an error.
+llguidance computes the masks of allowed tokens. A grammar comes from a client and is not trusted: its size is bounded,
+a separate process compiles it first (`grammar_trial.py`), and a sequence whose grammar takes too long ends with an
+error.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def json_text(value: Any) -> str:
 
 
 def json_options(*, lenient: bool) -> dict[str, Any]:
-    """Return llguidance's options for a JSON schema, which go into the schema as `x-guidance`."""
+    """Return llguidance's options for a JSON schema, which go into the schema under the key `x-guidance`."""
     return {"whitespace_pattern": _WHITESPACE, "lenient": lenient}
 
 
@@ -129,7 +130,7 @@ class Constraint:
 
     @property
     def finished(self) -> bool:
-        """Whether the grammar's answer is complete, so that no token may follow."""
+        """Whether the sequence has completed what its grammar describes, so that no token may follow."""
         return self._ended or bool(self._matcher.is_stopped())
 
     def mask(self) -> npt.NDArray[np.bool_]:
@@ -185,7 +186,7 @@ class _Tokens:
 class Grammars:
     """A cache of compiled grammars for constrained decoding with one model's tokenizer.
 
-    Several threads may use it at once, so a server can compile a grammar while its engine steps.
+    Several threads may use the cache at once, so a server can compile a grammar while its engine steps.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocabulary: int) -> None:
@@ -251,7 +252,7 @@ class Grammars:
 
 
 def _try(text: str, size: int) -> str:
-    """Compile a grammar in a child process, and return why llguidance refuses it; "" if it does not."""
+    """Compile a grammar in a child process, and return why llguidance refuses the grammar; "" if it does not."""
     request = {
         "path": sys.path,
         "grammar": text,

@@ -1,10 +1,9 @@
 """Script that compiles an untrusted grammar in a separate process, to find out whether the compiler survives.
 
-The script is run by its path. If a grammar makes the compiler crash, or run endlessly, no other request is affected.
-
-It reads a line of JSON: `path` (where to import from), `grammar`, `vocabulary` (the number of tokens), `limits` (of
-llguidance), `seconds` (of processor time) and `bytes` (of memory). It writes the error, or nothing. It imports nothing
-of kvexport.
+kvexport starts the script by its path. If a grammar makes the compiler crash, or run endlessly, no other request is
+affected. The script reads a line of JSON: `path` (where to import from), `grammar`, `vocabulary` (the number of
+tokens), `limits` (of llguidance), `seconds` (of processor time) and `bytes` (of memory). The script writes the error,
+or nothing. It imports nothing of kvexport.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The channels of gpt-oss (OpenAI's harmony format): reasoning, calls of tools and the answer, each with a header.
 
 An answer is a sequence of messages, `<|channel|>NAME<|message|>TEXT<|end|><|start|>assistant`. The channel analysis is
-reasoning, a header with to=functions.NAME begins a call, everything else is text.
+reasoning, a header with to=functions.NAME begins a tool call, and everything else is text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def has_channels(template: ChatTemplate | None) -> bool:
 
 
 def shown_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids of the markers that are special tokens, so that texts show them."""
+    """Return the ids of gpt-oss's channel markers that are special tokens, so that decoded text shows them."""
     ids = (tokenizer.token_id(marker) for marker in _MARKERS)
     return tuple(token for token in ids if token is not None and token in tokenizer.special_ids)
 

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether an exception is a panic of a Rust library. Python gets it as PanicException, not an Exception."""
+    """Return whether an exception is a panic of a Rust library, which Python gets as PanicException."""
     return type(error).__name__ == "PanicException"

@@ -1,6 +1,6 @@
 """Separation of a model's reasoning (<think> ... </think>) from the text of its answer.
 
-Models that reason first write <think> ... </think>. Some chat templates write the opening marker themselves.
+Some chat templates write the opening marker <think> at the end of the prompt themselves.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Sampling: the choice of a sequence's next token from its logits, in NumPy, as transformers 5.23 defines it.
 
-The processors and their order are those of `GenerationMixin._get_logits_processor`: bias, repetition penalty, minimum
-of new tokens, then, with sampling, temperature, top_k, top_p and min_p (`kvexport.language.distribution`). OpenAI's
-penalties come after the repetition penalty, as in vLLM. The draw differs from that of transformers: NumPy's generator
-replaces torch's.
+The steps and their order are those of `GenerationMixin._get_logits_processor` in transformers: bias, repetition
+penalty, minimum of new tokens, then, with sampling, temperature, top_k, top_p and min_p
+(`kvexport.language.distribution`). OpenAI's penalties come after the repetition penalty, as in vLLM. The random draw
+differs from that of transformers: NumPy's generator replaces torch's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LogitsProcessor = Callable[[Ids, Floats], Floats]
 class Sampler:
     """The sampler of one sequence, which chooses tokens and remembers them.
 
-    Its draws depend only on its settings, its prompt and the logits, never on the batch.
+    The sampler's draws depend only on its settings, its prompt and the logits, never on the batch.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Sampler:
 
     @property
     def finish_reason(self) -> Literal["stop", "length"] | None:
-        """Return why the sequence ends with the last sampled token, or None if it goes on."""
+        """The reason why the sequence ends with the last sampled token, or None if it goes on."""
         if self.generated and self.generated[-1] in self.ends:
             return "stop"
         if self._constraint is not None and self._constraint.finished:
@@ -91,7 +91,7 @@ class Sampler:
         return self._remember(token)
 
     def next_of(self, top: TopLogits) -> int | None:
-        """Sample the next token as `next` does, but only from the row's n largest logits."""
+        """Sample the next token as `next` does, but only from the row's n largest logits; None if too few."""
         if self._processors:
             return None
         if top.ids.size == self.vocab_size:
@@ -125,7 +125,7 @@ class Sampler:
 
     @property
     def takes_largest(self) -> bool:
-        """Whether the next token is that of the largest logit, and needs nothing else from the host."""
+        """Whether the next token is that of the largest logit, so that sampling needs no other logit."""
         changes = (self._random, self._bias, self._is_seen, self._counts, self._constraint, self.settings.logprobs)
         return all(change is None for change in changes) and not self._processors and not self._suppresses()
 
@@ -145,7 +145,7 @@ class Sampler:
         return {"generated": list(self.generated), "random": drawn}
 
     def restore(self, state: Mapping[str, Sequence[int]]) -> None:
-        """Restore the `state` of a sampler with equal settings and prompt, so that the same tokens follow."""
+        """Restore the saved `state` of a sampler with equal settings and prompt, so that the same tokens follow."""
         try:
             generated, random = [int(i) for i in state["generated"]], [int(i) for i in state["random"]]
         except (KeyError, TypeError, ValueError) as error:
@@ -185,7 +185,7 @@ class Sampler:
         return scores
 
     def _changed(self, logits: Floats, ids: npt.NDArray[np.integer[Any]] | None) -> Floats:
-        """Return the logits of `ids` (None: of all tokens) after bias, penalties, eos suppression and grammar.
+        """Return the logits of the tokens `ids` (None: all tokens) after bias, penalties, eos suppression and grammar.
 
         The caller's own array is returned if none of them applies.
         """
@@ -235,7 +235,7 @@ class Sampler:
 
 
 def may_settle(settings: GenerationSettings, count: int, vocabulary: int) -> bool:
-    """Return whether the `count` largest logits of a row can ever be enough to sample a token with these settings.
+    """Return whether the `count` largest logits of a row can ever be enough to sample a token with certain settings.
 
     They are not enough if a penalty or a bias can raise other tokens; if neither top_k, top_p nor min_p excludes
     tokens; or if log probabilities need the sum over the whole row.

@@ -1,7 +1,7 @@
 """The generation settings of a request, as transformers 5.23's GenerationConfig defines them.
 
-Unsupported settings of GenerationConfig that would change the tokens (beams, n-gram bans, all others in `UNSUPPORTED`)
-are refused.
+Settings of GenerationConfig that would change the tokens and that kvexport does not support are refused, such as beams
+and n-gram bans (`UNSUPPORTED`).
 """
 
 from __future__ import annotations
@@ -67,23 +67,24 @@ GENERATION_KEYS = (*_SHARED_KEYS, "eos_token_id", "min_length", *UNSUPPORTED, *U
 class GenerationSettings:
     """The generation settings of one sequence.
 
-    Names, meanings and defaults are those of GenerationConfig, or of OpenAI's API for settings that GenerationConfig
-    lacks, except where noted.
+    Names, meanings and defaults are those of transformers' GenerationConfig, or of OpenAI's API for settings that
+    GenerationConfig lacks, except where noted.
 
     Attributes:
         max_new_tokens: The largest number of tokens of the answer. The default is 256, because transformers' default,
             20 tokens with the prompt, is too small.
-        min_new_tokens: No eos token comes before this many tokens.
-        do_sample: Whether tokens are drawn. Otherwise the likeliest token is taken.
-        temperature: Divides the logits. Used only with do_sample, as are top_k, top_p and min_p.
-        top_k: Only so many likeliest tokens are kept, 0 = off. The default is 50, as in transformers.
-        top_p: The likeliest tokens with this probability mass are kept, 1 = off.
+        min_new_tokens: The number of tokens before which no eos token comes.
+        do_sample: Whether tokens are drawn at random. Otherwise the likeliest token is taken.
+        temperature: The number that divides the logits. Used only with do_sample, as are top_k, top_p and min_p.
+        top_k: The number of likeliest tokens that are kept, 0 = off. The default is 50, as in transformers.
+        top_p: The probability mass of the likeliest tokens that are kept, 1 = off.
         min_p: The probability, relative to the likeliest token, below which tokens are dropped, 0 = off.
-        repetition_penalty: Applies always, over prompt and generated tokens.
-        presence_penalty: Subtracted once from the logit of every generated token, in [-2, 2]. The prompt does not
-            count.
-        frequency_penalty: Subtracted once for each time that a token was generated, in [-2, 2].
-        logit_bias: {token id: number added to its logit, in [-100, 100]}. -100 practically bans a token.
+        repetition_penalty: The penalty on the logits of all tokens of the prompt and the answer, 1 = off.
+        presence_penalty: The number subtracted once from the logit of every generated token, in [-2, 2]. Tokens of the
+            prompt do not count.
+        frequency_penalty: The number subtracted from a token's logit each time that the token was generated, in [-2,
+            2].
+        logit_bias: {token id: number added to the token's logit, in [-100, 100]}. -100 practically bans a token.
         logprobs: The number of likeliest tokens (0 to 20) whose log probabilities are returned with every token,
             besides the token's own; None for no log probabilities. They are those of the model's distribution before
             penalties, bias, grammar and temperature, as in vLLM by default. The prompt's log probabilities are not
@@ -91,9 +92,9 @@ class GenerationSettings:
         ignore_eos: Whether an eos token does not end the sequence.
         grammar: The grammar of the answer. The answer ends where the grammar ends, and an eos token comes only where
             the grammar may end.
-        seed: The seed of the sequence's own generator, None = from the operating system.
-        eos_token_ids: Any of these tokens ends the sequence.
-        stop_strings: Any of these texts ends the sequence.
+        seed: The seed of the sequence's own random generator, None = from the operating system.
+        eos_token_ids: The tokens that end the sequence.
+        stop_strings: The texts that end the sequence.
         shown_ids: Special tokens whose names appear in the text, for example markers of tool calls.
 
     Raises:
@@ -176,7 +177,7 @@ class GenerationSettings:
 
     @property
     def may_raise(self) -> bool:
-        """Whether a penalty or bias can make a token's logit larger than the model's."""
+        """Whether a penalty or bias can make a token's logit larger than the model's own logit."""
         penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
         return min(penalties) < 0 or max(self.logit_bias.values(), default=0) > 0
 
@@ -184,14 +185,14 @@ class GenerationSettings:
     def from_generation_config(cls, data: Mapping[str, Any], **overrides: Any) -> GenerationSettings:
         """Return generation settings from the content of a generation_config.json.
 
-        Null counts as unset. Three kinds of keys are ignored: keys without an effect here; max_length, which counts the
-        prompt (the recipe's limits.max_length limits prompt and answer together); and, without do_sample, all settings
-        that only sampling uses.
+        Null counts as unset. Three kinds of keys are ignored: keys without an effect in kvexport; max_length, which
+        counts the prompt (the recipe's limits.max_length limits prompt and answer together); and, without do_sample,
+        all settings that only sampling uses.
 
         Args:
             data: The content of the file.
-            **overrides: Fields of this class, by their names here or by those of `ALIASES`, that replace those of the
-                file. None counts as missing. A temperature without do_sample samples, and a temperature of 0 takes the
+            **overrides: Fields of `GenerationSettings`, or names of `ALIASES`, whose values replace those of the file.
+                None counts as missing. A temperature without do_sample samples, and a temperature of 0 takes the
                 likeliest token, as in vLLM.
 
         Raises:
@@ -218,7 +219,7 @@ class GenerationSettings:
 
 
 def _renamed(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return overrides of generation settings by field name. Raises UsageError for a setting under both its names."""
+    """Return overrides of generation settings by field name; raise UsageError for a setting under two names."""
     renamed: dict[str, Any] = {}
     for name, value in overrides.items():
         own = ALIASES.get(name, name)
@@ -262,6 +263,5 @@ def _require(holds: bool, name: str, value: Any, expected: str) -> None:
 
 
 def _shown(value: Any) -> str:
-    """Return a value for a message: at most its first 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."

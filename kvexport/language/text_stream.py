@@ -113,7 +113,7 @@ class TextStream:
         return self._emit(broken + self._decode_new())
 
     def flush(self) -> str:
-        """End the text, and return the text that still waited for later tokens.
+        """End the sequence's text, and return the part that still waited for later tokens.
 
         Incomplete bytes become U+FFFD. A second call returns "".
         """
@@ -143,7 +143,10 @@ class TextStream:
         return before + text
 
     def _end_waiting(self) -> str:
-        """Return the rest of the undecoded tokens' text, even if a character is incomplete, and drop these tokens."""
+        """Return the text of the tokens that wait for later ones, and drop these tokens.
+
+        The text may end with an incomplete character.
+        """
         if not self._waiting:
             return ""
         out = self._text(self._context, self._waiting)[self._decoded :]
@@ -162,7 +165,7 @@ class TextStream:
         return out
 
     def _give_up_bytes(self) -> str:
-        """Return the final text of byte tokens that can no longer become a character, and stop waiting for them."""
+        """Return the text of waiting byte tokens that can no longer become a character, and stop waiting for them."""
         for cut in range(len(self._waiting) - 1, len(self._waiting) - 5, -1):
             left, right = self._waiting[:cut], self._waiting[cut:]
             first, second = self._text(self._context, left), self._text(left, right)

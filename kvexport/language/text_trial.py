@@ -1,8 +1,8 @@
 """Trial run of a checkpoint's untrusted tokenizer and chat template, in a child process with limits.
 
-Both are programs from the checkpoint, and can make the libraries that run them end the process: a template that doubles
-a string, a tokenizer whose normalizers multiply a text. A build therefore first renders and encodes a few conversations
-in the child process.
+A tokenizer and a chat template are programs from the checkpoint, and can make the libraries that run them end the
+process: a template that doubles a string, a tokenizer whose normalizers multiply a text. A build therefore first
+renders and encodes a few conversations in the child process.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _address_space() -> int:
 
 
 def _try(folder: Path) -> str:
-    """Run a tokenizer and chat template on sample texts, and return their problem; "" if there is none."""
+    """Run a tokenizer and chat template on sample texts, and return what is wrong with them; "" if nothing is."""
     from kvexport.language.chat import read_chat_template
     from kvexport.language.tokenizer import Tokenizer
 

@@ -9,11 +9,11 @@ class Token(NamedTuple):
     """One generated token, with the text that it completes.
 
     Attributes:
-        sequence: The number of the prompt within its call.
+        sequence: The number of the prompt within the call of the engine.
         id: The token id.
         text: The text that is final with this token. It is empty while a character or a stop string is incomplete.
         finish_reason: Set on the last token of a sequence: "stop" (eos or stop string) or "length".
-        logprob: Its log probability; None unless `GenerationSettings.logprobs` is set.
+        logprob: The token's log probability; None unless `GenerationSettings.logprobs` is set.
         top_logprobs: The likeliest tokens and their log probabilities.
     """
 

@@ -26,7 +26,7 @@ _SHORT_TEXT = 4096  # characters, which are encoded within a few milliseconds
 class Tokenizer:
     """A wrapper of `tokenizers.Tokenizer` that never truncates or pads, since these belong to training.
 
-    Several sequences can share it.
+    Several sequences can share one tokenizer.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
@@ -62,7 +62,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens of the tokenizer, added ones included. Logits may be longer (embedding padding)."""
+        """The number of tokens of the tokenizer, added ones included. Rows of logits may be longer (padding)."""
         return self._inner.get_vocab_size(with_added_tokens=True)
 
     @property
@@ -71,7 +71,7 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
-        """The bytes of text that each token id below `vocab_size` adds to a text, if it is not the first token.
+        """The bytes that each token id below `vocab_size` adds to a text, if the token is not the text's first.
 
         The space that begins many words is therefore included. A special token has the bytes of its name, an id without
         a token has none. Decoders that look at the next token (BPE with a suffix that ends words) are not supported.
@@ -135,12 +135,12 @@ class Tokenizer:
     def least_tokens(self, text: str) -> int:
         """Return a lower bound of a text's number of tokens: its characters divided by those of the longest token.
 
-        A tokenizer that drops characters, for example spaces in a row, can give fewer.
+        A tokenizer that drops characters, for example spaces in a row, can give fewer tokens.
         """
         return -(-len(text) // self._longest_token)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids. Ids that are not in the vocabulary have no text.
+        """Return the text of token ids.
 
         Ids without a token have no text. Bytes that are no UTF-8 become U+FFFD.
         """
@@ -163,8 +163,9 @@ class Tokenizer:
 def _library_error(action: str, error: BaseException) -> BaseException:
     """Return the error to raise in place of an error of the library `tokenizers`.
 
-    The library raises plain Exception, which becomes a UsageError. A panic of its Rust code arrives as PanicException,
-    which is not an Exception and would end a thread; it becomes a UsageError too. Other errors stay as they are.
+    The library raises plain Exception, which becomes a UsageError. A panic of the library's Rust code arrives as
+    PanicException, which is not an Exception and would end a thread; it becomes a UsageError too. Other errors stay as
+    they are.
     """
     if type(error) is not Exception and not is_panic(error):
         return error

@@ -1,9 +1,9 @@
 """A streaming parser that finds tool calls in a model's answer while the text arrives.
 
-A call stands behind a marker of the model's form (`kvexport.language.tools`). It is a JSON object with a name and
-arguments, or a name with the JSON of its arguments, or a name with a pair of tags for each argument. No piece of a
-marker is shown as text, and no piece of a call before its name is known to be a tool's. Arguments are shown as they are
-generated, those in tags one by one. Text that resembles a call but is not one is shown as text.
+A tool call stands behind a marker of the model's form (`kvexport.language.tools`). The call is a JSON object with a
+name and arguments, or a name with the JSON of its arguments, or a name with a pair of tags for each argument. No piece
+of a marker is shown as text, and no piece of a call before its name is known to be a tool's. Arguments are shown as
+they are generated, those in tags one by one. Text that resembles a call but is not one is shown as text.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class CallReader:
         return max((overlap(text, marker) for marker in markers), default=0)
 
     def _read_between(self, pieces: list[Piece], last: bool) -> None:
-        """Look for the next tool call, after an opening marker or another call."""
+        """Look for the next tool call in an answer, after an opening marker or another call."""
         bare = self._waiting.lstrip(_BETWEEN if self._begins == "{" and not self._closed else _SPACE)
         skipped = self._waiting[: len(self._waiting) - len(bare)]
         markers = [*self._openings, *(self._closings if self._after_call else ())]
@@ -146,8 +146,8 @@ class CallReader:
 class CallParser:
     """A streaming parser of the JSON object of a tool call.
 
-    It keeps the object's `name` and passes on the JSON of its arguments. Other values are skipped by their quotes and
-    brackets alone.
+    The parser keeps the tool's `name` and passes on the JSON of its arguments. Other values are skipped by their quotes
+    and brackets alone.
     """
 
     def __init__(self, keys: Collection[str]) -> None:
@@ -234,7 +234,7 @@ class CallParser:
             self.broken = True
 
     def _pass(self, text: str) -> None:
-        """Process a character of a value in the tool call's JSON object; characters of the arguments are passed on."""
+        """Pass on a piece of a value in the tool call's JSON object if the value is the arguments."""
         if self._in_value and self._key in self._keys:
             self._arguments.append(text)
 

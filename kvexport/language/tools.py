@@ -49,7 +49,7 @@ class CallForm:
     def reader(self, tools: Sequence[Tool]) -> CallReader:
         """Return a streaming parser that finds tool calls in one answer.
 
-        The text that it reads must show the special tokens of the form.
+        The text that the parser reads must show the special tokens that mark calls.
         """
         names = [_name(tool) for tool in tools]
         head = self.head.replace("NAME", f"(?P<name>{_NAME.pattern})")
@@ -71,7 +71,7 @@ class CallForm:
         )
 
     def shown_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Return the ids of the form's markers that are special tokens, so that the answer's text shows them."""
+        """Return the ids of the markers of tool calls that are special tokens, so that the answer's text shows them."""
         written = [self.begin, self.before, self.after, self.end, self.parameter, *self.openings, *self.closings]
         markers = dict.fromkeys([*self.openings, *(x for text in written for x in _MARKER.findall(text))])
         ids = (tokenizer.token_id(marker) for marker in markers)
@@ -214,10 +214,10 @@ def _chosen(choice: Any) -> str | None:
 
 
 def calls_grammar(form: CallForm, tools: Sequence[Tool], tokenizer: Tokenizer, *, parallel: bool = True) -> Grammar:
-    """Return the grammar of an answer that consists of calls of the given tools, as the model's template writes them.
+    """Return the grammar of an answer that consists of tool calls, as the model's chat template writes them.
 
-    Keywords of a schema that are not supported are ignored, unless the tool is strict. Of a text in tags only `enum`
-    and `maxLength` are kept to; it has no "</".
+    Keywords of a tool's JSON schema that are not supported are ignored, unless the tool is strict. If arguments stand
+    in tags, the grammar keeps texts only to `enum` and `maxLength`, and forbids "</" in them.
     """
 
     def written(text: str) -> str:

@@ -1,6 +1,6 @@
 """Sampling from the n largest logits of a row, if they alone determine the next token.
 
-The other logits then stay on the device that computed them. The token is exactly the one that
+All other logits then stay on the device that computed them. The token is exactly the one that
 `kvexport.language.sampling` defines. A separate ONNX graph finds the largest logits on the device.
 """
 
@@ -38,7 +38,7 @@ class Scores:
         return self._ascending(kept)
 
     def top_p(self, top_p: float) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
-        """Return the ids and scores of the tokens that top_p keeps. Equal tokens are sorted by id, the highest first.
+        """Return the ids and scores of the tokens that top_p keeps. Tokens of equal score are sorted by id, descending.
 
         None if the bounds on the scores outside the largest logits do not decide which tokens top_p keeps.
         """
@@ -96,7 +96,8 @@ def scores_of(top: TopLogits, values: npt.NDArray[np.float32], temperature: floa
 def _rest(top: TopLogits, power: float) -> tuple[float, float]:
     """Return bounds of the sum of x**power over all but the n largest logits, where x = exp(logit - largest logit).
 
-    Known are the sum of x, the number of tokens, and that no x is above the last of the largest.
+    The bounds follow from the sum of x over all tokens, the number of tokens, and the smallest x of the n largest
+    logits.
     """
     others = top.vocabulary - top.ids.size
     x = np.exp((top.values - top.values[0]).astype(np.float64))

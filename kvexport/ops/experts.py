@@ -1,15 +1,16 @@
 """The operator Experts: the expert MLPs of a mixture-of-experts layer as one ONNX node.
 
 Each token runs only the experts that the router picked for it. A router picks `k` experts for every token and gives
-each a weight. The router stays outside of this operator: it is traced as ordinary nodes, so any router fits. The
-operator computes
+each a weight. The router stays outside of the operator Experts: it is traced as ordinary nodes, so any router fits. For
+a token x the operator computes
 
     first  = W_first[e] x + b_first[e]                     gate rows, then up rows, where experts have a gate
     inner  = activation(first)                             see `ExpertsForm`
     output = sum over the chosen e of weight[e] (W_down[e] inner + b_down[e])
 
-`experts` defines this in PyTorch; `experts_function` is the ONNX function, which a runtime without a kernel runs. A
-kernel reads only the weights of the chosen experts. Weights may be packed like those of Linear (`kvexport.ops.linear`).
+`experts` defines the operator in PyTorch. `experts_function` is the ONNX function that a runtime without a kernel runs.
+A kernel reads only the weights of the chosen experts. Weights may be packed (4 to 8 bits) like those of Linear
+(`kvexport.ops.linear`).
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ class ExpertsForm:
         activation: The function that is applied to the gate, or to the first product if experts have no gate.
         gate: Whether the first product has gate rows and up rows: ``inner = activation(gate) (up + up_offset)``.
         slope: The factor s of ``silu(x) = x sigmoid(s x)``.
-        limit: Gates are clamped to at most `limit` and ups to [-limit, limit] before the activation; 0: no clamp.
+        limit: Before the activation, gates are clamped to at most `limit`, and ups to [-limit, limit]; 0: no clamp.
         up_offset: A constant that is added to the clamped ups.
         bias: Whether both products have biases.
-        packed: For `first` and `down`, its `PackedFormat.kind`, or 0; empty if no weight is packed.
-        group: For `first` and `down`, the number of inputs that share a scale; empty if no weight is packed.
+        packed: For the weights `first` and `down`, the number of the packed format (`PackedFormat.kind`) or 0; empty if
+            no weight is packed.
+        group: For the weights `first` and `down`, the number of inputs that share a scale; empty if no weight is
+            packed.
         float_input: Whether kernels multiply packed weights with the unrounded input, instead of rounding it to int8.
     """
 
@@ -68,7 +71,11 @@ class ExpertsForm:
         return names
 
     def weight_inputs(self, weight: str) -> list[str]:
-        """Return the names of `first` or `down` and of the scales, zero points or minima that it is packed with."""
+        """Return the names of an Experts node's inputs for one weight: the weight, then its scales and other parts.
+
+        Args:
+            weight: ``first`` or ``down``, the matrix of the experts' first or second product.
+        """
         kind = self.packed[WEIGHTS.index(weight)] if self.packed else 0
         return [weight, *(f"{weight}_{suffix}" for suffix in parts_after(kind))]
 
@@ -80,7 +87,7 @@ class ExpertsForm:
 
     @property
     def overload(self) -> str:
-        """The overload name of the ONNX function that computes an Experts node of this form."""
+        """The overload name of the ONNX function that computes an Experts node with these attributes."""
         numbers = {"slope": (self.slope, 1.0), "limit": (self.limit, 0.0), "offset": (self.up_offset, 0.0)}
         named = [f"{name}{value:.6g}" for name, (value, default) in numbers.items() if value != default]
         for name in PACKED_ATTRIBUTES if self.packed else ():
@@ -122,7 +129,7 @@ def experts(
     *,
     form: ExpertsForm,
 ) -> Tensor:
-    """Return the weighted sum of the chosen experts' outputs.
+    """Return the outputs of the experts that a router chose for each token, summed with the router's weights.
 
     Args:
         input: [N, hidden], a row for each token.
@@ -153,8 +160,8 @@ def experts_function(form: ExpertsForm, multiply: Multiply | None = None) -> onn
     """Return the ONNX function of an Experts node; its tensors are those of `experts`, all floats of one type.
 
     The function loops over the experts and skips those that no token chose. Each expert multiplies only the rows of its
-    own tokens. Packed weights of all experts are dequantized before the loop, because ONNX cannot index tensors of 4
-    bits, unless `multiply` returns the nodes of a product.
+    own tokens. ONNX cannot index tensors of 4 bits, so packed weights of all experts are dequantized before the loop,
+    unless `multiply` returns the nodes of a product.
     """
     before: list[str] = []
     dense = {weight: weight for weight in WEIGHTS}

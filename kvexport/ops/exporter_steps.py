@@ -1,7 +1,7 @@
 """Expensive steps of torch.export, torch.onnx and onnxscript that do not change an ONNX model, and are skipped.
 
-Context managers replace one attribute of these packages for each step. If a version of a package lacks the attribute,
-the step is not skipped.
+Context managers replace one attribute of these packages for each skipped step. If a version of a package lacks the
+attribute, the step is not skipped.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def steps_skipped() -> Iterator[None]:
 def decompositions_skipped() -> Iterator[None]:
     """Keep torch.onnx from decomposing an exported program within this context.
 
-    Decomposing a program traces it a second time. Most programs can be translated without it.
+    Decomposing a program traces it a second time. Most programs can be translated to ONNX without a decomposition.
     """
     steps = "torch.onnx._internal.exporter._fx_passes"
     with _replaced(steps, "decompose_with_registry", lambda _: lambda program, *_, **__: program):
@@ -51,7 +51,7 @@ def decompositions_skipped() -> Iterator[None]:
 def mismatches_skipped() -> Iterator[None]:
     """Keep onnxscript from matching rewrite rules with nodes of other operators within this context.
 
-    onnxscript tries each of its 100 rules at every node. A rule begins with a node of one operator.
+    onnxscript tries each of its 100 rewrite rules at every node, although a rule begins with a node of one operator.
     """
     matcher: Any = getattr(onnxscript.rewriter._matcher, "SimplePatternMatcher", None)
 
@@ -179,7 +179,7 @@ def _code_unwritten() -> Iterator[None]:
 def _values_kept() -> Iterator[None]:
     """Keep torch.onnx from computing the tensor shapes of a whole program again, within this context.
 
-    torch.onnx does so to make type promotion explicit, which does not change shapes.
+    torch.onnx computes the shapes to make type promotion explicit, which does not change them.
     """
     promotion: Any = importlib.import_module("torch.onnx._internal.fx.passes.type_promotion")
     rule_of: Any = getattr(promotion, "get_type_promotion_rule", None)

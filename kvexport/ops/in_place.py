@@ -1,8 +1,8 @@
-"""Replacement of operators that change a tensor in place, in an exported program.
+"""Replacement of operators that change a tensor in place, in a program exported by torch.export.
 
 torch.onnx translates an operator in place only after a decomposition, which traces the whole program a second time.
-Most programs change only tensors that they have just computed, or a slice of one. For these, an operator that returns a
-new tensor gives the same values, and later nodes read the new tensor.
+Most programs change only tensors that they have just computed, or a slice of such a tensor. There an operator that
+returns a new tensor gives the same values, and later nodes read the new tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten
 
 
 def without_changes_in_place(exported: ExportedProgram) -> bool:
-    """Replace the operators of an exported program that change a tensor in place.
+    """Replace the operators of an exported program that change a tensor in place; return whether all were replaced.
 
     An operator stays if its tensor is an input or a weight, if a view other than a slice or a single index leads to the
     tensor, or if another view of the tensor is read later.
@@ -75,7 +75,7 @@ def _replaced(graph: Graph, node: Node) -> bool:
 
 
 def _chain(changed: Any) -> list[Node]:
-    """Return the changed tensor, the tensor that it is a slice of, and so on to a tensor that an operator has computed.
+    """Return a changed tensor, the tensor of which it is a slice, and so on to a tensor that an operator has computed.
 
     The list is empty if other views, an input or a weight are on the way.
     """
@@ -128,15 +128,19 @@ def _new_value(graph: Graph, node: Node) -> Node | None:
 
 
 def _example(node: Node) -> Any:
-    """Return a tensor of one element without memory, of a node's type and number of dimensions, or 1 for a number."""
+    """Return an example of a node's value: a tensor of one element without memory, with the same type and dimensions.
+
+    The example of a number is 1.
+    """
     value = node.meta["val"]
     return torch.empty([1] * value.dim(), dtype=value.dtype, device="meta") if isinstance(value, Tensor) else 1
 
 
 def _like(graph: Graph, value: Any, old: Tensor) -> Node | None:
-    """Add the operators that give a value the dtype and shape of another tensor; return None if a shape is unclear.
+    """Add the operators that give a value the dtype and shape of the tensor `old`; return None if a shape is unclear.
 
-    torch.onnx's own translation of `copy_` after a decomposition does not repeat a row that is copied into several.
+    After a decomposition, torch.onnx's own translation of `copy_` does not repeat a row that is copied into several
+    rows.
     """
     new = value.meta["val"]
     sizes = [size if isinstance(size, int) else str(size) for size in old.shape]

@@ -1,9 +1,9 @@
 """VoteAttention and MergeCache over a layer's state, in which the slots of its KV heads lie one after another.
 
-Heads may differ in capacity, budget and recent window. Heads that are all equal are computed together, by one call of
-`vote_attention` or `merge_cache` over views [B, H, C, ...] of the state; otherwise each head is computed by a call of
-its own. An ONNX function of an operator does the same: it calls the function of equal heads that
-`kvexport.ops.onnx_function` traces.
+KV heads may differ in capacity, budget and recent window. KV heads that are all equal are computed together, by one
+call of `vote_attention` or `merge_cache` over views [B, H, C, ...] of the state (B sequences, H heads, C slots).
+Otherwise each head is computed by a call of its own. The ONNX functions of the two operators do the same: they call the
+functions for equal heads that `kvexport.ops.onnx_function` traces.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NEW = {"query": 1, "key": 1, "value": 1, "sink_logits": 0}  # the dimension that
 def split_state(
     state: Sequence[Tensor], tensors: Sequence[StateTensor], capacity: Sequence[int], *, together: bool
 ) -> list[tuple[Tensor, ...]]:
-    """Return views [B, H, C, ...] of a layer's state: one of all its KV heads, or one of each."""
+    """Return views [B, H, C, ...] of a layer's cache state: one view of all its KV heads, or one of each head."""
     if together:
         return [tuple(_view(x, tensor, len(capacity)) for x, tensor in zip(state, tensors, strict=True))]
     parts = [
@@ -91,7 +91,7 @@ def layer_vote_attention(
     attributes: VoteAttentionAttributes,
     capacity: Sequence[int] = (),
 ) -> tuple[Tensor, ...]:
-    """Return one layer's attention output, and its state after the new tokens are appended: the operator VoteAttention.
+    """Compute the operator VoteAttention for one layer: append the new tokens to its KV cache, and attend.
 
     Args:
         query: [B, Hq, T, D], as in `vote_attention`.
@@ -140,7 +140,9 @@ def layer_read_attention(
     attributes: VoteAttentionAttributes,
     heads: int,
 ) -> Tensor:
-    """Return the attention output of a layer that reads another layer's state, whose KV heads have one capacity.
+    """Return the attention output of a layer that has no KV cache of its own, and reads that of another layer.
+
+    All KV heads of the other layer have one capacity.
 
     Args:
         query: [B, Hq, T, D], as in `read_attention`.
@@ -159,7 +161,7 @@ def layer_read_attention(
 def layer_merge_cache(
     *state: Tensor, attributes: Sequence[MergeCacheAttributes], capacity: Sequence[int] = ()
 ) -> tuple[Tensor, ...]:
-    """Return a layer's state with at most each head's budget of occupied slots: the operator MergeCache."""
+    """Return a layer's KV cache with at most each head's budget of occupied slots: the operator MergeCache."""
     heads = len(attributes)
     capacity = capacity or [state[2].shape[1] // heads] * heads
     tensors = state_of(state[0].dtype, attributes[0].method.extra_state)
@@ -169,7 +171,10 @@ def layer_merge_cache(
 
 
 def are_equal(attributes: Sequence[MergeCacheAttributes], capacity: Sequence[int]) -> bool:
-    """Return whether the KV heads of a merge have one capacity (or none is given), one budget and one recent window."""
+    """Return whether the KV heads of a layer have equal capacities, budgets and recent windows.
+
+    Heads without a given capacity count as equal in capacity.
+    """
     return len({*capacity}) < 2 and len({(x.budget, x.recent) for x in attributes}) == 1
 
 

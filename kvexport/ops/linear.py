@@ -1,11 +1,12 @@
 """The operator Linear: products of one input with weights in a checkpoint's layout, and the steps around them.
 
-ONNX Runtime's CPU provider computes a MatMul with a transposed weight from a float32 copy of that weight, whatever its
-type. It runs every small operator around the product as a separate node, each of which takes as long as the product of
-one row. A kernel of Linear reads weights in the layout of checkpoints, [outputs, inputs]
-(``torch.nn.functional.linear``), and computes the steps around a product while its rows are in cache: the norm before
-it, a bias, SiLU's gate, a residual, splitting or joining heads, and the rotary embedding. A runtime without the kernel
-runs the ONNX function. `kvexport.export.passes` decides which nodes of an ONNX graph become a Linear.
+ONNX Runtime's CPU provider computes a MatMul with a transposed weight from a float32 copy of that weight, whatever the
+weight's type. The provider runs every small operator around the product as a separate node, each of which takes as long
+as the product of one row. A kernel of Linear reads weights in the layout of checkpoints, [outputs, inputs]
+(``torch.nn.functional.linear``). It computes the steps around a product while the product's rows are in the processor's
+cache: the norm before it, a bias, SiLU's gate, a residual, splitting or joining heads, and the rotary embedding. A
+runtime without the kernel runs the ONNX function. `kvexport.export.passes` decides which nodes of an ONNX graph become
+a Linear.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ Multiply = Callable[["Form", str, int, str, str], list[str]]
 
 
 def parts_after(kind: int) -> tuple[str, ...]:
-    """Return the names of the inputs that follow a packed weight, by the number in `Form.packed`.
+    """Return the names of the inputs that follow a packed weight, by the number of its format (`PackedFormat.kind`).
 
-    To the numbers 0 to 5, 8 adds super-scales, 16 one upper bit of numbers of 5 bits, and 32 two of numbers of 6 bits.
+    The numbers 0 to 5 name a combination of scale, zero point, minimum and table. Added to them, 8 stands for
+    super-scales, 16 for one upper bit of 5-bit numbers, and 32 for two upper bits of 6-bit numbers.
     """
     parts = _PACKED[kind & 7]
     supers = [f"super_{name}" for name in parts if name in ("scale", "minimum")] if kind & 8 else []
@@ -46,21 +48,23 @@ def parts_after(kind: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Form:
-    """The steps of a Linear node in addition to its products; 0 for a step that it does not have.
+    """The steps that a Linear node computes in addition to its matrix products; 0 stands for a step that it lacks.
 
     Attributes:
         input_heads: The number of heads in the input, if heads are a dimension of their own.
-        norm: Whether the rows are normalised first.
+        norm: Whether the input's rows are normalised first.
         epsilon: The epsilon of the norm.
         output_heads: For each product, the number of heads that its output is split into.
         bias: For each product, whether it has a bias.
-        rotated: For each product, whether its heads are rotated.
+        rotated: For each product, whether its heads are rotated (RoPE).
         gate: Whether the product is multiplied with silu of a gate. Only a node with one product has a gate.
         residual: Whether a residual is added. Only a node with one product has a residual.
-        packed: For each weight, the gate's last, its `PackedFormat.kind`, or 0; empty if no weight is packed.
-        group: For each weight, the number of inputs that share a scale; empty if no weight is packed.
+        packed: For each weight (the gate's comes last), the number of its packed format (`PackedFormat.kind`) or 0;
+            empty if no weight is packed.
+        group: For each weight (the gate's comes last), the number of inputs that share a scale; empty if no weight is
+            packed.
         float_input: Whether kernels multiply packed weights with the unrounded input, instead of rounding it to int8.
-        adapted: For each weight, the gate's last, whether it takes LoRA adapters; empty if none does.
+        adapted: For each weight (the gate's comes last), whether it takes LoRA adapters; empty if none does.
     """
 
     input_heads: int = 0
@@ -78,17 +82,17 @@ class Form:
 
     @property
     def op_type(self) -> str:
-        """The operator type of a node of this form: AdaptedLinear if it takes LoRA adapters, otherwise Linear."""
+        """The ONNX operator type of a linear node: AdaptedLinear if it takes LoRA adapters, otherwise Linear."""
         return "AdaptedLinear" if self.adapted else "Linear"
 
     @property
     def count(self) -> int:
-        """The number of matrix products of a Linear node without the gate's."""
+        """The number of matrix products of a Linear node, the product with SiLU's gate not counted."""
         return len(self.output_heads)
 
     @property
     def weights(self) -> int:
-        """The number of weights of a Linear node with the gate's."""
+        """The number of weights of a Linear node, the weight of SiLU's gate included."""
         return self.count + self.gate
 
     @property
@@ -101,7 +105,7 @@ class Form:
         return [*names, *gate, *["residual"] * self.residual, *["cosine", "sine"] * any(self.rotated)]
 
     def weight_inputs(self, weight: str, i: int) -> list[str]:
-        """Return the names of a weight and of the scales, zero points or minima that it is packed with.
+        """Return the names of a Linear node's inputs for one weight: the weight, then its scales and other parts.
 
         Args:
             weight: The name of the weight.
@@ -110,7 +114,7 @@ class Form:
         return [weight, *(f"{weight}_{suffix}" for suffix in parts_after(self.packed[i] if self.packed else 0))]
 
     def adapter_inputs(self, i: int) -> list[str]:
-        """Return the names of the matrices of the adapters of weight number i; none if it takes no adapters."""
+        """Return the names of the LoRA adapters' matrices for weight number i; none if it takes none."""
         return [f"adapter_first{i}", f"adapter_second{i}"] if self.adapted and self.adapted[i] else []
 
     @property
@@ -122,7 +126,7 @@ class Form:
 
     @property
     def overload(self) -> str:
-        """The overload name of the ONNX function that computes a Linear node of this form."""
+        """The overload name of the ONNX function that computes a Linear node with these steps."""
         words = {
             "norm": f"norm{self.epsilon:.6g}" * self.norm,
             "epsilon": "",
@@ -135,7 +139,7 @@ class Form:
 
 
 def multiply(form: Form, weight: str, i: int, rows: str, result: str) -> list[str]:
-    """Return the nodes of a product by standard operators, which dequantize a packed weight first."""
+    """Return the ONNX nodes of a product by standard operators, which dequantize a packed weight first."""
     lines, dense = _dequantized(form, weight, i)
     turned = result.replace("product", "transposed")
     return [*lines, f"{turned} = Transpose <perm = [1, 0]> ({dense})", f"{result} = MatMul ({rows}, {turned})"]
@@ -234,7 +238,7 @@ def _product(form: Form, i: int, rows: str, multiply: Multiply) -> tuple[list[st
 
 
 def _adapted(form: Form, i: int, rows: str, result: str) -> tuple[list[str], str]:
-    """Return the nodes that add the change by adapters to the product with weight number i, and the sum's name."""
+    """Return the ONNX nodes that add the LoRA adapters' change to the product with weight i, and the sum's name."""
     if not form.adapter_inputs(i):
         return [], result
     return [
@@ -247,7 +251,7 @@ def _adapted(form: Form, i: int, rows: str, result: str) -> tuple[list[str], str
 
 
 def _dequantized(form: Form, weight: str, i: int) -> tuple[list[str], str]:
-    """Return the nodes that dequantize packed weight number i to the input's type, and the name of the result."""
+    """Return the ONNX nodes that dequantize packed weight number i to the input's type, and the result's name."""
     if not form.packed:
         return [], weight
     return dequantized(form.weight_inputs(weight, i), form.packed[i], form.group[i], axis=1, like="input")
@@ -309,7 +313,7 @@ def dequantized(parts: Sequence[str], kind: int, group: int, *, axis: int, like:
 
 
 def _with_high(weight: str, kind: int, inputs: Mapping[str, str], kept: str) -> tuple[list[str], list[str]]:
-    """Return the nodes that join the low and upper bits of numbers, and the operands of DequantizeLinear.
+    """Return ONNX nodes that join the low and the upper bits of a weight's numbers, and DequantizeLinear's operands.
 
     Without a minimum the numbers are signed, and half of their range stands for 0.
     """
@@ -340,7 +344,7 @@ def _with_high(weight: str, kind: int, inputs: Mapping[str, str], kept: str) -> 
 
 
 def _looked_up(weight: str, inputs: Mapping[str, str]) -> tuple[list[str], str]:
-    """Return the nodes that dequantize a weight of indices into a table of 16 numbers, and the name of the result."""
+    """Return ONNX nodes that dequantize a weight of indices into a table of 16 numbers, and the result's name."""
     scale = inputs.get("scale") or inputs["exponent"]
     lines = [f"{scale}_float = Cast <to = 1> ({scale})"]
     factor = f"{scale}_float"

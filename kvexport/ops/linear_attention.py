@@ -1,17 +1,20 @@
 """The operator LinearAttention: attention with one matrix as the state of each head, instead of a KV cache.
 
-The state S [dk, dv] of a head starts at zero, and every token t computes
+The state S [dk, dv] of a head, for keys of size dk and values of size dv, starts at zero. For the query q, key k and
+value v of every token t the operator computes
 
     S   = exp(decay_t) S                         update rules gated and gated_delta; decay is a logarithm, at most 0
     v'  = beta_t (v_t - k_t S)                   update rules delta and gated_delta; otherwise v' = v_t
     S   = S + k_t^T v'
     out = scale q_t S
 
-Tokens beyond the length of a sequence are padding: they change no state, and their outputs are 0. Consecutive heads
-may share a query and a key. `linear_attention` defines the operator in PyTorch, and plugins/cpu/recurrence/
-implements it. Without a native kernel, the ONNX functions of `linear_attention_functions` run.
-The first of them calls LinearAttention of ONNX opset 27, which supports neither padding nor shared keys. ONNX Runtime's
-CPU and CUDA providers have a kernel for that operator; the second function defines it for other runtimes.
+Tokens beyond the length of a sequence are padding: they change no state, and their outputs are 0. Consecutive heads may
+share a query and a key. `linear_attention` defines the operator in PyTorch, and plugins/cpu/recurrence/ implements it.
+Without a native kernel, the ONNX functions of `linear_attention_functions` run.
+
+The ONNX function of kvexport's operator calls LinearAttention of ONNX opset 27, which supports neither padding nor
+shared keys. ONNX Runtime's CPU and CUDA providers have a kernel for the operator of opset 27; a second ONNX function
+defines it for other runtimes.
 """
 
 from __future__ import annotations
@@ -49,7 +52,9 @@ def linear_attention(
     update_rule: UpdateRule,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs [B, T, heads dv] of T tokens, and the state [B, heads, dk, dv] after them.
+    """Return the outputs [B, T, heads dv] of T tokens, and each head's state matrix [B, heads, dk, dv] after them.
+
+    The sizes dk and dv are those of a head's key and value.
 
     Args:
         query: [B, T, key_heads dk] float32.
@@ -57,11 +62,11 @@ def linear_attention(
         value: [B, T, heads dv] float32.
         past_state: [B, heads, dk, dv] float32.
         query_length: [B, 1] int64, the tokens of each sequence that are not padding.
-        decay: [B, T, heads], or [B, T, heads dk] for a decay of each channel; for the gated rules.
-        beta: [B, T, heads]; for the delta rules.
+        decay: [B, T, heads], or [B, T, heads dk] for a decay of each channel; only for the gated rules.
+        beta: [B, T, heads]; only for the delta rules.
         heads: The number of heads, a multiple of `key_heads`.
         key_heads: The number of heads of queries and keys.
-        update_rule: The update rule, which has the decay, beta, both or neither.
+        update_rule: The update rule of the state, which uses `decay`, `beta`, both or neither.
         scale: The factor of the outputs.
     """
     batch, tokens, _ = query.shape
@@ -82,7 +87,7 @@ def linear_attention(
 
 
 def update_rules(graph: onnx.GraphProto) -> list[UpdateRule]:
-    """Return the update rules of a graph's LinearAttention nodes: one, or none without such nodes."""
+    """Return the update rules of an ONNX graph's LinearAttention nodes: one, or none without such nodes."""
     rules: dict[Any, None] = {
         attribute.s.decode(): None
         for node in graph.node
@@ -100,7 +105,7 @@ def linear_attention_functions(update_rule: UpdateRule) -> list[onnx.FunctionPro
 
 
 def _own_function(update_rule: UpdateRule) -> onnx.FunctionProto:
-    """Return the ONNX function of LinearAttention: it repeats shared keys, and ignores padding."""
+    """Return the ONNX function of kvexport's LinearAttention: it repeats shared keys, and ignores padding."""
     lines = [
         "axis = Constant <value_ints = [-1]> ()",
         "two = Constant <value_ints = [2]> ()",

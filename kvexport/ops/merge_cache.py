@@ -1,10 +1,11 @@
 """The operator MergeCache: it evicts slots of a KV cache by a method's rule, until the cache is within its budget.
 
-In a layer with a sliding window evicted slots are dropped, whatever the method: a merged slot would hold content of
-tokens that leave the window before it does, and heads that attend to a few tokens of small values lose them in merges.
+In a layer with a sliding window evicted slots are dropped, whatever the method. A merged slot would hold content of
+tokens that leave the window before the slot does, and heads that attend to a few tokens of small values lose these in
+merges.
 
-The function `merge_cache` defines the operator for KV heads of one capacity and budget, and `kvexport.ops.layer_state`
-for the heads of a layer, which may differ. The ONNX function of equal heads is traced from it
+The function `merge_cache` defines the operator for KV heads of one capacity and budget. `kvexport.ops.layer_state`
+defines it for the heads of a layer, which may differ. The ONNX function for equal heads is traced from `merge_cache`
 (`kvexport.ops.onnx_function`), and `tests/conformance` compares native kernels with it.
 """
 
@@ -33,18 +34,19 @@ class MergeCacheAttributes:
 
     Attributes:
         method: The method that chooses evicted slots and merges them.
-        budget: The slots that are kept.
+        budget: The number of slots that are kept.
         sinks: The number of first positions that are never evicted.
         recent: The number of latest positions that are never evicted.
-        sliding_window: The layer's sliding window in positions; 0 for none. Slots that it has passed are evicted first,
-            and evicted slots are dropped.
-        rotary: The layer's rotary embedding, if the method or positions in the cache need it.
+        sliding_window: The layer's sliding window in positions; 0 for none. Slots that the window has passed are
+            evicted first, and evicted slots are dropped.
+        rotary: The layer's rotary embedding, if the method needs it, or if keys are rotated by their places in the
+            cache.
         value_prefix: The size of a value, if values are the first numbers of their keys and are not stored; otherwise
             0.
 
     Raises:
-        UsageError: If positions in the cache are combined with a sliding window, or values are a part of their keys and
-            the method merges them with other weights.
+        UsageError: If keys are rotated by their places in the cache and the layer has a sliding window, or if values
+            are a part of their keys and the method merges them with other weights.
     """
 
     method: Method
@@ -71,9 +73,9 @@ class MergeCacheAttributes:
 
     @property
     def policy(self) -> MergePolicy | None:
-        """The method's policy in this layer: the method's own, or with a sliding window one that drops the lowest.
+        """The merge policy of a layer: the method's own, or with a sliding window one that drops evicted slots.
 
-        None for a method that has no policy.
+        None for a method that has no merge policy.
         """
         policy = self.method.policy()
         if policy is None or not self.sliding_window:
@@ -81,14 +83,17 @@ class MergeCacheAttributes:
         return replace(policy, merge="drop", order="lowest")
 
     def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
-        """Return the keep score of every slot in this layer; see `Method.keep_score`."""
+        """Return the keep score of every cache slot in a layer: the slots of lowest score are evicted first."""
         policy = self.policy if self.sliding_window else None
         if policy is None:
             return self.method.keep_score(slots, unprotected, count)
         return select.keep_score(policy, slots, unprotected, count)
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
-        """Return the slots after evicted ones have merged into kept ones, or not; see `Method.merge`."""
+        """Return a layer's cache slots after evicted slots have merged into kept ones.
+
+        A layer with a sliding window drops evicted slots instead.
+        """
         if not self.sliding_window:
             return self.method.merge(slots, evicted)
         policy = self.policy
@@ -106,9 +111,9 @@ def merge_cache(
     rows: tuple[Tensor, Tensor, Tensor] | None = None,
     recent: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return the cache of equal KV heads with at most `budget` occupied slots each; one within its budget is unchanged.
+    """Return the KV cache of heads with at most `budget` occupied slots each; a cache within its budget is unchanged.
 
-    Occupied slots are a prefix, in any order.
+    The heads have one capacity. The occupied slots are the first ones of a head, in any order of positions.
 
     Args:
         key: [B, H, C, D] in the cache's type.
@@ -208,9 +213,9 @@ def _merge_small(
     """Return the result of `merge_cache` for a cache of 8 or 4 bits, computed in float32.
 
     Methods get keys and values rotated by the Hadamard matrix, which preserves means, products, cosines and distances.
-    They get unrotated keys if the merge rotates keys to other positions, or if the method stores state that it computed
-    from queries and keys. A slot that is neither merged nor rotated keeps its bits, because `quantized` exactly
-    reverses `dequantized`.
+    Methods get unrotated keys if the merge rotates keys to other positions, or if the method stores state that it
+    computed from queries and keys. A slot that is neither merged nor rotated keeps its bits, because `quantized`
+    exactly reverses `dequantized`.
     """
     key, value, votes, score, position, key_scale, value_scale, *extra = state
     plain_keys = attributes.rotary.inverse_frequencies or attributes.method.extra_state
@@ -225,7 +230,7 @@ def _merge_small(
 def _without_holes(is_kept: Tensor) -> Tensor:
     """Return the source row of every cache row when kept slots move together after an eviction; [B, H, W] int64.
 
-    The rows below the number n of kept slots receive the kept slots. All other rows map to themselves.
+    The first n rows receive the n kept slots. All other rows map to themselves.
 
     Args:
         is_kept: [B, H, W] bool, the rows that contain kept slots.
@@ -239,9 +244,10 @@ def _without_holes(is_kept: Tensor) -> Tensor:
 
 
 def _turned(result: Slots, votes: Tensor, before: Tensor, rotary: Rotary) -> Tensor:
-    """Return keys [B, H, N, D] rotated from their places before the merge to their places after it.
+    """Return keys [B, H, N, D] rotated (RoPE) from their places in the cache before a merge to those after it.
 
-    The place of a merged slot before the merge is that of its latest member.
+    A key's place is the number of occupied slots of lower position. The place of a merged slot before the merge is that
+    of its latest member.
 
     Args:
         result: The slots after the merge, in any order.
@@ -261,9 +267,14 @@ def _turned(result: Slots, votes: Tensor, before: Tensor, rotary: Rotary) -> Ten
 
 
 def rows_of(votes: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the argument `rows` of `merge_cache` for the votes [B, H, C]: three tensors whose lengths are slot counts.
+    """Return three tensors whose lengths tell `merge_cache` how many slots are kept, evicted and freed.
 
-    The lengths are the budget, the number of slots by which the fullest head exceeds it, and the number of other slots.
+    The lengths are the budget, the number of slots by which the fullest head exceeds it, and the capacity beyond the
+    budget.
+
+    Args:
+        votes: [B, H, C], 0 for an empty slot.
+        budget: The number of slots that are kept.
     """
     capacity = votes.shape[2]
     kept = min(budget, capacity)

@@ -1,8 +1,9 @@
 """The ONNX functions of VoteAttention and MergeCache over equal KV heads, traced from their definitions in PyTorch.
 
-Their tensors are views [B, H, C, ...] of a layer's state. `kvexport.ops.layer_state` makes the functions of the
-operators from them. No library has a kernel for a function of equal heads: its name ends with a digest. Batch, tokens,
-capacity and budget are symbolic in a function, and all other sizes are fixed.
+The tensors of these functions are views [B, H, C, ...] of a layer's state: B sequences, H KV heads of C slots each.
+`kvexport.ops.layer_state` makes the functions of the operators from them. No library has a kernel for a function of
+equal heads, because the function's name ends with a digest. Batch, tokens, capacity and budget are symbolic in a
+function, and all other sizes are fixed.
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ _merge_functions: dict[tuple[type[Method], str], onnx.FunctionProto] = {}  # key
 
 
 def vote_attention_node_attributes(attributes: VoteAttentionAttributes, capacity: Sequence[int] = ()) -> dict[str, Any]:
-    """Return the attributes of a VoteAttention node by their names in the contract.
+    """Return the attributes of a VoteAttention node by their names in docs/reference/contract.md.
 
-    `capacity`, the slots of every KV head, is an attribute if heads differ. Other lists have one entry for each
-    statistic and are named like the fields of `Statistic`.
+    The attribute `capacity`, a number of slots for each KV head, is present only if heads differ. Other lists have one
+    entry for each statistic and are named like the fields of `Statistic`.
     """
     values: dict[str, Any] = {"statistics": [s.kind for s in attributes.statistics]}
     for name in (a.name for a in VOTE_ATTENTION.attributes if a.name not in values and not a.optional):
@@ -86,9 +87,9 @@ def vote_attention_node_attributes(attributes: VoteAttentionAttributes, capacity
 def merge_cache_node_attributes(
     attributes: Sequence[MergeCacheAttributes], capacity: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Return the attributes of a MergeCache node by their names in the contract.
+    """Return the attributes of a MergeCache node by their names in docs/reference/contract.md.
 
-    They include the policy, if the method has one, and the layer's rotary embedding, if there is one.
+    The attributes include the merge policy, if the method has one, and the layer's rotary embedding, if there is one.
     """
     own = {"budget": [x.budget for x in attributes], "recent": [x.recent for x in attributes]}
     return MERGE_CACHE.node_attributes(_merge_cache_values(attributes[0]) | own | _capacity(capacity))
@@ -135,9 +136,9 @@ def heads_vote_attention_function(
     cache_type: str = "",
     sinks: bool = False,
 ) -> onnx.FunctionProto:
-    """Return the ONNX function of VoteAttention over equal KV heads.
+    """Return the ONNX function of VoteAttention over KV heads of equal capacity.
 
-    It has no state tensor `value` if values are read from keys.
+    If values are read from keys (latent attention), the function has no state tensor `value`.
     """
     query_heads, kv_heads = heads
     key_size, value_size = head_sizes
@@ -204,9 +205,10 @@ def _method_meaning(method: Method) -> dict[str, Any]:
 def heads_merge_cache_function(
     attributes: MergeCacheAttributes, *, kv_heads: int, head_sizes: tuple[int, int], statistics: int, cache_type: str
 ) -> onnx.FunctionProto:
-    """Return the ONNX function of MergeCache over equal KV heads.
+    """Return the ONNX function of MergeCache over KV heads of equal capacity and budget.
 
-    Its attributes are one budget and one recent window. It has no state tensor `value` if values are read from keys.
+    The function's attributes are one budget and one recent window. If values are read from keys (latent attention), it
+    has no state tensor `value`.
     """
     shared = _merge_cache_values(attributes)
     has_own = attributes.method.policy() is None or attributes.method.extra_state
@@ -271,7 +273,7 @@ def _stored(state: Sequence[StateTensor], value_prefix: int) -> list[StateTensor
 
 
 def _state(state: Sequence[StateTensor], sizes: Mapping[str, int], cache_type: str) -> list[Tensor]:
-    """Return views [B, H, C, ...] of zeros of every state tensor, as example arguments of a trace."""
+    """Return zeros for the views [B, H, C, ...] of every tensor of a KV cache, as example arguments of a trace."""
     shapes = [x.stored_shape(cache_type, sizes) for x in state]
     views = [
         shape if x.slot_axis is None else (shape[0], sizes["H"], *shape[1:])

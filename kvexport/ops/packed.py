@@ -37,7 +37,7 @@ SUPER = 256
 
 
 class PackedTensor(NamedTuple):
-    """The type and shape of one tensor of a packed weight.
+    """The type and shape of one tensor of a packed weight, a weight in 4, 5, 6 or 8 bits.
 
     Attributes:
         dtype: A numpy name, or int4 or uint4, which are stored two in a byte.
@@ -56,7 +56,7 @@ class PackedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """The format of a packed weight.
+    """The format of a packed weight: whole numbers of 4, 5, 6 or 8 bits with a scale for each group of inputs.
 
     Attributes:
         bits: The bits of a number.
@@ -64,11 +64,12 @@ class PackedFormat:
         group: The number of consecutive inputs that share a scale.
         offset: The tensor that accompanies the scale: none, a zero point in the weight's type, or a minimum in the
             scale's type.
-        scale_dtype: The type of the scales; uint8 for exponents, which only a weight with a table has; int8 for factors
-            of super-scales, of which minima have their own.
+        scale_dtype: The type of the scales. Scales of uint8 are exponents, which only a weight with a table has. Scales
+            of int8 are factors of super-scales, one for 256 inputs; minima have super-scales of their own.
         ordered: Whether the columns are in another order than the input's features: column k belongs to feature
             `order[k]`.
-        table: The sixteen numbers of int8 that the numbers of a weight of uint4 stand for; empty for none.
+        table: The sixteen int8 numbers that the indices of a uint4 weight stand for; empty for a weight without a
+            table.
     """
 
     bits: Literal[4, 5, 6, 8]
@@ -103,18 +104,18 @@ class PackedFormat:
 
     @property
     def high_bits(self) -> int:
-        """The number of bits of a number that are not in `weight` but in `high`."""
+        """The number of upper bits of a packed number that the tensor `high` stores; `weight` stores the lower 4."""
         return self.bits - 4 if self.bits in (5, 6) else 0
 
     @property
     def kind(self) -> int:
-        """The number of the format in the attribute `packed` of Linear and Experts."""
+        """The number of the packed format in the attribute `packed` of the ONNX operators Linear and Experts."""
         offset = {"none": 1, "zero": 2, "minimum": 3}[self.offset]
         base = offset if not self.table else 5 if self.scale_dtype == "uint8" else 4
         return base + 8 * (self.scale_dtype == "int8") + 16 * self.high_bits
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, PackedTensor]:
-        """Return the tensors of a packed weight [outputs, inputs], such as its scale, by name in their stored order."""
+        """Return the tensors that store a packed weight [outputs, inputs], such as its scale, by name in order."""
         groups = (outputs, inputs // self.group)
         tensors = {
             "weight": PackedTensor("uint4" if self.high_bits else self.dtype, (outputs, inputs)),
@@ -181,9 +182,13 @@ def unpack(stored: Array, tensor: PackedTensor) -> Array:
 
 
 def pack_high(numbers: Array, bits: int) -> Array:
-    """Return the bits above the fourth of numbers [..., inputs], `bits` of each, as bytes [..., inputs * bits / 8].
+    """Return the bits above the fourth of whole numbers [..., inputs], packed into bytes [..., inputs * bits / 8].
 
-    Byte i of every four bytes has those of the inputs i, i + 4, i + 8 and so on, the first in its lowest bits.
+    Byte i of every four bytes has the bits of the inputs i, i + 4, i + 8 and so on, the first in its lowest bits.
+
+    Args:
+        numbers: [..., inputs] uint8.
+        bits: The number of bits above the fourth: 1 for numbers of 5 bits, 2 for numbers of 6 bits.
     """
     fields = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     apart = (numbers >> 4).reshape(*numbers.shape[:-1], -1, len(fields), 4) << fields
@@ -192,7 +197,7 @@ def pack_high(numbers: Array, bits: int) -> Array:
 
 
 def unpack_high(stored: Array, bits: int) -> Array:
-    """Return the bits that `pack_high` packed, above four bits of 0."""
+    """Return whole numbers with the upper bits that `pack_high` packed; their lowest four bits are 0."""
     fields = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     apart = stored.reshape(*stored.shape[:-1], -1, 1, 4) >> fields & np.uint8((1 << bits) - 1)
     numbers: Array = apart.reshape(*stored.shape[:-1], -1) << 4
@@ -209,7 +214,10 @@ def integers(packing: PackedFormat, outputs: int, inputs: int, stored: Mapping[s
 
 
 def scales(packing: PackedFormat, stored: Mapping[str, Array], name: str = "scale") -> NDArray[np.float32]:
-    """Return the scales or minima of a packed weight in float32, in the shape in which `stored` has them."""
+    """Return the scales or minima of a packed weight in float32, one for each group of inputs.
+
+    A stored exponent e becomes the scale 2^(e - 128), and an int8 factor is multiplied with its super-scale.
+    """
     if name == "scale" and packing.scale == "exponent":
         powers: NDArray[np.float32] = np.ldexp(np.float32(1), stored["exponent"].astype(np.int32) - 128)
         return powers

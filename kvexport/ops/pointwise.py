@@ -1,4 +1,4 @@
-"""A fast path for the result shapes of pointwise operators while a program is traced.
+"""A fast path for the result shapes of pointwise operators while torch.export traces a program.
 
 torch.export takes milliseconds for each of these shapes, because it compares sizes as symbolic expressions. If all
 operands are contiguous, and one of them clearly has the shape of the result, the fast path takes that operand's shape.
@@ -65,7 +65,7 @@ def _is_tensor(x: Any) -> bool:
 
 
 def _largest(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return the tensor whose shape all tensors have after broadcasting; None if this is not certain."""
+    """Return the tensor that has the shape to which all tensors broadcast; None if the shape is not certain."""
     if not any(x._has_symbolic_sizes_strides for x in tensors):
         return None
     largest = max(tensors, key=lambda x: x.dim())

@@ -1,7 +1,8 @@
 """The KV cache in 8 or 4 bits: rounding and dequantizing (docs/reference/contract.md, "A quantized cache").
 
-A row is rotated by a Hadamard matrix, which spreads values that are large in a few dimensions over all dimensions. It
-is then rounded to multiples of one scale per row; a 4-bit cache rounds to sixteen of these multiples.
+A row (a key or a value) is rotated by a Hadamard matrix, which spreads numbers that are large in a few dimensions over
+all dimensions. The row is then rounded to multiples of one scale per row; a 4-bit cache rounds to sixteen of these
+multiples.
 
 All steps are IEEE operations in a fixed order, so all backends compute the same bits from the same row.
 """
@@ -36,10 +37,9 @@ def block_of(size: int) -> int:
 
 
 def rotated_by_hadamard(x: Tensor) -> Tensor:
-    """Rotate the rows x [..., D] float32 by the Hadamard matrix H, and return ``x H``.
+    """Return the rows x [..., D] float32 multiplied with the orthonormal Hadamard matrix H, ``x H``.
 
-    H is the orthonormal Hadamard matrix of every block of dimensions (see `block_of`). H is symmetric, so a second
-    rotation restores x.
+    H has a block for every group of `block_of(D)` dimensions. H is symmetric, so a second rotation restores x.
     """
     size = x.shape[-1]
     block, half = block_of(size), 1
@@ -52,9 +52,9 @@ def rotated_by_hadamard(x: Tensor) -> Tensor:
 
 
 def quantized(rows: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    """Return rows of keys or values as whole numbers of 8 or 4 bits with one scale per row.
+    """Return keys or values as whole numbers of 8 or 4 bits with one scale per row.
 
-    The scale of a row is ``max |x| / 127``, rounded to bfloat16. Products of a number and a scale are therefore exact
+    The scale of a row x is ``max |x| / 127``, rounded to bfloat16. Products of a number and a scale are therefore exact
     in float32, the largest number of a row is 127, and a dequantized row becomes the same bits again. A row of zeros
     has the scale 0.
 
@@ -63,8 +63,8 @@ def quantized(rows: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Te
         dtype: int8, or uint8 for the 4-bit form.
 
     Returns:
-        The numbers and the scales [...] float32. Numbers are int8 [..., D], or uint8 [..., D / 2], which stores the
-        codes of the nearest numbers of INT4, two in a byte.
+        The numbers and the scales [...] float32. Numbers are int8 [..., D], or uint8 [..., D / 2], which stores two
+            4-bit codes in a byte. A code stands for the nearest number of the table `INT4`.
     """
     largest = rows.abs().amax(-1, keepdim=True)
     scale = (largest / LEVELS).to(torch.bfloat16).to(torch.float32)

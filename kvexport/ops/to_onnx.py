@@ -1,6 +1,6 @@
-"""Conversion of a PyTorch module to ONNX by torch.export and torch.onnx.export.
+"""Conversion of a PyTorch module to ONNX by torch.export and torch.onnx.export, without their slowest steps.
 
-The most expensive steps of these two functions that do not change the result are skipped.
+A step is skipped only if it does not change the result.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def to_onnx(
 
 
 def optimize(model: ir.Model) -> None:
-    """Optimize an ONNX IR model in place: fold constants, and fuse what operators of opset `OPSET` compute."""
+    """Optimize an ONNX IR model in place: fold constants, and fuse nodes into operators of opset `OPSET`."""
     with quiet_exporter(), mismatches_skipped():
         optimizer.optimize(model)
         onnx_fusions.fuse(model)
 
 
 def _pass_detached(exported: ExportedProgram) -> None:
-    """Remove in-place detach operators of an exported program; they have no effect on tensors without gradients."""
+    """Remove in-place detach operators from an exported program: without gradients they have no effect."""
     for module in exported.graph_module.modules():
         for node in [node for node in module.graph.nodes if node.target is torch.ops.aten.detach_.default]:
             node.replace_all_uses_with(node.args[0])

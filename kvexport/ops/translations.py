@@ -43,8 +43,8 @@ def _gather_rows(values: Any, indices: Any) -> Any:
 def _scatter_rows(values: Any, indices: Any, rows: Any, accumulate: bool = False) -> Any:
     """Return the ONNX translation of ``values.index_put((i, j, k), rows)``.
 
-    The index has the same nodes as that of `_gather_rows`, so they can be shared. The exporter's own translation would
-    build others.
+    The index is built by the same nodes as in `_gather_rows`, so that they can be shared. The exporter's own
+    translation would build others.
     """
     from onnxscript import opset23 as op
 

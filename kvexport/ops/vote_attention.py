@@ -1,9 +1,11 @@
 """The operator VoteAttention: append new tokens to the KV cache, attend with a bias by votes, and update the scores.
 
-The function `vote_attention` defines the operator for KV heads of one capacity, and `kvexport.ops.layer_state` for the
-heads of a layer, which may differ. The ONNX function of heads of one capacity is traced from it
-(`kvexport.ops.onnx_function`), and `tests/conformance` compares native kernels with it. `read_attention` is the
-attention of a layer that has no cache of its own. A trace contains its PyTorch operations as ONNX's own operators.
+The votes of a cache slot are the number of tokens that it stands for. Its scores are statistics of the attention that
+it has received. The function `vote_attention` defines the operator for KV heads of one capacity, and
+`kvexport.ops.layer_state` for the heads of a layer, which may differ. The ONNX function for heads of one capacity is
+traced from `vote_attention` (`kvexport.ops.onnx_function`), and `tests/conformance` compares native kernels with it.
+`read_attention` is the attention of a layer that has no cache of its own; a trace contains its PyTorch operations as
+ONNX's own operators.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ class VoteAttentionAttributes:
     Attributes:
         scale: The factor of the products of queries and keys.
         vote_exponent: The factor alpha of the bias ``alpha * ln(votes)``.
-        statistics: The K statistics that are kept for every slot.
+        statistics: The K statistics of received attention that are kept for every slot.
         sliding_window: The number of latest positions that are visible; 0 for all.
         softcap: The bound of logits; 0 for none.
-        method: The method, if it has extra state (`Method.extra_state`).
+        method: The compression method, if it has extra state (`Method.extra_state`).
         value_prefix: The size of a value, if values are the first numbers of their keys and are not stored; otherwise
             0.
     """
@@ -64,8 +66,8 @@ def vote_attention(
 ) -> tuple[Tensor, ...]:
     """Return the attention output of KV heads of one capacity, and their cache after the new tokens are appended.
 
-    Products, softmax and scores are computed in float32. Occupied slots are a prefix. The number of occupied slots plus
-    query_length must be at most C, so the caller merges before the cache is full.
+    Products, softmax and scores are computed in float32. The occupied slots are the first ones of a head. The number of
+    occupied slots plus query_length must be at most the capacity C, so the caller merges before the cache is full.
 
     Args:
         query: [B, Hq, T, D] rotated queries. Row t is padding if t >= query_length.
@@ -151,7 +153,8 @@ def read_attention(
 ) -> Tensor:
     """Return the attention output of a layer that reads the KV cache of another layer.
 
-    The other layer has appended the keys and values of the call's tokens. The queries here change no statistic.
+    The other layer has already appended the keys and values of the call's tokens. Queries of the reading layer change
+    no statistic of the slots.
 
     Args:
         query: [B, Hq, T, D] rotated queries. Row t is padding if t >= query_length.
@@ -185,7 +188,10 @@ def read_attention(
 def _visible(
     position: Tensor, occupied: Tensor, slot_position: Tensor, votes: Tensor, attributes: VoteAttentionAttributes
 ) -> tuple[Tensor, Tensor]:
-    """Return which slots the queries see, [B, H, T, C] bool, and the bias of the slots, LOG_ZERO where they do not."""
+    """Return which cache slots the queries see, [B, H, T, C] bool, and the bias of each slot's logit.
+
+    The bias of a slot that a query does not see is LOG_ZERO.
+    """
     now = position.to(torch.int32)[:, None, :, None]  # [B, 1, T, 1]
     slot_position = slot_position[:, :, None, :]
     visible = occupied[:, :, None, :] & (slot_position <= now)
@@ -199,7 +205,7 @@ def _visible(
 def _probability(
     query: Tensor, keys: Tensor, bias: Tensor, sink_logits: Tensor | None, attributes: VoteAttentionAttributes
 ) -> tuple[Tensor, Tensor]:
-    """Return the logits without bias, and the probabilities of the slots, both [B, H, G, T, C] float32.
+    """Return the attention logits without bias, and the probabilities of the cache slots, both [B, H, G, T, C] float32.
 
     Args:
         query: [B, Hq, T, D] float32.
@@ -226,7 +232,7 @@ def _probability(
 def _appended(
     past: Tensor, rows: Tensor, index: tuple[Tensor, ...], is_new: Tensor, past_scale: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Return the cached keys or values with new rows written at `index`.
+    """Return the cached keys or values with the rows of new tokens written at `index`.
 
     Args:
         past: The stored keys or values.
@@ -280,8 +286,8 @@ def _extra(method: Method | None, past: tuple[Tensor, ...], fresh: Tensor, new: 
 def _log_weights(lengths: Tensor, step: Tensor, statistic: Statistic) -> tuple[Tensor, Tensor]:
     """Return the number n [B, 1] of queries that a slot's statistic counts, and the log weight [B, T] of each query.
 
-    The weight of counted query i is ``decay^(n-1-i)`` times its recency weight. The logarithm is LOG_ZERO for padding
-    and for rows outside the window.
+    The weight of counted query i is ``decay^(n-1-i)`` times its recency weight. The log weight is LOG_ZERO for padding
+    and for queries outside the statistic's window.
     """
     n = lengths if statistic.window == 0 else torch.clamp(lengths, max=statistic.window)
     back = lengths - 1 - step  # 0 is the newest real row
@@ -303,9 +309,9 @@ def _log_ema(
 ) -> Tensor:
     """Return the updated log of a slot's moving average of exp(logit) over the queries of a call; [B, H, C].
 
-    The result is ``ln(a^n S + (1 - a) sum_i a^(n-1-i) mean_g s_i)`` over the n queries. S is the past average and s_i
-    is exp(logit) of query i. With a window or a recency weight, the weighted mean of the counted queries stands for
-    every query of the call that sees the slot.
+    The result is ``ln(a^n S + (1 - a) sum_i a^(n-1-i) mean_g s_i)`` over the n queries. S is the past average, a the
+    decay, s_i is exp(logit) of query i, and mean_g averages over the query heads of a KV head. With a window or a
+    recency weight, the weighted mean of the counted queries stands for every query of the call that sees the slot.
     """
     batch, heads, group, _, capacity = logits.shape
     rate = math.log(statistic.decay)
@@ -323,9 +329,9 @@ def _log_ema(
 def _standing(visible: Tensor, lengths: Tensor, log_weight: Tensor, rate: float) -> Tensor:
     """Return the log factor by which counted queries stand for all queries of a call; [B, H, 1, C].
 
-    A moving average over a window counts only some queries of a call. The factor is ``sum a^(n-1-i)`` over all queries
-    that see a slot, divided by the sum of the weights of those that count. With it ``1 - a^(now - position + 1)``
-    corrects the bias of windowed and recency-weighted averages like that of any other.
+    A moving average over a window counts only some queries of a call. The factor is ``sum a^(n-1-i)`` over all n
+    queries i that see a slot, with the decay a, divided by the sum of the weights of those that count. With this factor
+    ``1 - a^(now - position + 1)`` corrects the bias of windowed and recency-weighted averages like that of any other.
     """
     batch, heads, tokens, _ = visible.shape
     seen = visible.float()
@@ -342,8 +348,8 @@ def _probability_sum(
 ) -> Tensor:
     """Return the updated decayed sum of the attention probabilities that each slot received; [B, H, C].
 
-    The result is ``d^n A + sum_i d^(n-1-i) mean_g p_i`` over the n counted queries. A is the past sum, d the decay, and
-    p_i the probability that query i gives the slot.
+    The result is ``d^n A + sum_i d^(n-1-i) mean_g p_i`` over the n counted queries. A is the past sum, d the decay, p_i
+    the probability that query i gives the slot, and mean_g averages over the query heads of a KV head.
     """
     batch, heads, group, tokens, capacity = probability.shape
     weight = (

@@ -1,4 +1,4 @@
-"""The allocation of the cache budget to layers and KV heads."""
+"""The allocation of the KV cache's budget, a number of slots, to layers and KV heads."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from kvexport.recipe.fields import Recipe
 
 
 def allocate(recipe: Recipe, layers: int) -> list[int]:
-    """Return the budget of every KV cache in slots; their mean is the recipe's budget.
+    """Return the budget of every KV cache in slots; the mean of the budgets is the recipe's budget.
 
-    A layer has one cache, or one for each KV head if the recipe lists shares of heads. The shares of layer l of L are
-    ``m_l = (1-d)(cos(pi l / L) + 1)/2 + d`` for the kind cosine (KeepKV), ``m_l = 1 - (1-d) l / (L-1)`` for pyramid
-    (PyramidKV), and those of `cache.allocation.shares` for listed. Budgets are proportional to the shares. Whole
-    layers, which evict nothing, have `limits.max_length` slots, and the other layers share the rest.
+    A layer has one cache, or one for each KV head if the recipe lists shares of heads. Budgets are proportional to
+    shares. The share of layer l of L is ``(1-d)(cos(pi l / L) + 1)/2 + d`` for the kind cosine (KeepKV) and ``1 - (1-d)
+    l / (L-1)`` for pyramid (PyramidKV), where d is `cache.allocation.minimum`. The kind listed takes
+    `cache.allocation.shares`. Whole layers, which evict nothing, have `limits.max_length` slots, and the other layers
+    share the rest.
     """
     method = recipe.cache.build_method()
     allocation = recipe.cache.allocation
@@ -48,7 +49,10 @@ def allocate(recipe: Recipe, layers: int) -> list[int]:
 
 
 def _listed(recipe: Recipe, layer_numbers: Sequence[int], left: int) -> list[float]:
-    """Return cache budgets in slots in the ratios of `cache.allocation.shares`, bounded for each cache."""
+    """Return cache budgets in slots in the ratios of `cache.allocation.shares`, within the bounds of each cache.
+
+    A budget is at least `least_slots` and at most `limits.max_length`.
+    """
     allocation = recipe.cache.allocation
     shares = [share for row in allocation.shares for share in row]
     others = [share for layer, share in zip(layer_numbers, shares, strict=True) if layer not in allocation.whole]
@@ -64,7 +68,7 @@ def _listed(recipe: Recipe, layer_numbers: Sequence[int], left: int) -> list[flo
 
 
 def least_slots(recipe: Recipe) -> float:
-    """Return the smallest cache budget that holds the sinks, the recent slots and two more."""
+    """Return the smallest cache budget that holds the sinks (first positions), the recent slots and two more."""
     protected, recent = recipe.cache.sinks + 2, recipe.cache.recent
     return protected / (1 - recent) if isinstance(recent, float) and recent < 1 else protected + recent
 
@@ -88,7 +92,7 @@ def _left_by_whole_layers(recipe: Recipe, layer_numbers: Sequence[int]) -> int:
 
 
 def head_shares(recipe: Recipe) -> list[list[float]]:
-    """Return the shares of the budget that a recipe lists for KV heads (`cache.allocation.shares`), layer by layer.
+    """Return the shares of the cache budget that a recipe lists for KV heads (`cache.allocation.shares`), by layer.
 
     The list is empty if a layer has one budget for all of its heads.
     """

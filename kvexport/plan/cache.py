@@ -69,18 +69,21 @@ class LayerCache:
         return slots_of(self.capacity)
 
     def of_head(self, tensor: StateTensor, x: NDArray[Any], head: int) -> NDArray[Any]:
-        """Return a view [B, 1, C, ...] of one KV head of a state tensor [B, S, ...]; of a score, [B, 1, K, C]."""
+        """Return a view [B, 1, C, ...] of one KV head of a state tensor [B, S, ...]; of a score, [B, 1, K, C].
+
+        S counts the slots of all heads, C those of the one head.
+        """
         if tensor.slot_axis is None:
             return x[:, head : head + 1]
         slots = np.moveaxis(x, tensor.slot_axis, 0)[self.head_slots[head]]
         return np.moveaxis(slots, 0, tensor.slot_axis)[:, None]
 
     def first_slots(self, most: int) -> tuple[int, ...]:
-        """Return for each KV head `most`, or its capacity if that is smaller: the slots of a saved lane."""
+        """Return how many slots of each KV head a saved sequence contains: `most`, or all slots if a head has fewer."""
         return tuple(min(most, capacity) for capacity in self.capacity)
 
     def most_of(self, slots: int) -> int:
-        """Return the number `most` for which `first_slots` has `slots` in all, or -1 if there is none."""
+        """Return the number `most` with which `first_slots` gives `slots` slots in all; -1 if there is none."""
         most = next((n for n in range(max(self.capacity) + 1) if sum(self.first_slots(n)) >= slots), -1)
         return most if most >= 0 and sum(self.first_slots(most)) == slots else -1
 
@@ -127,7 +130,7 @@ class LayerStates:
 
     @property
     def merges(self) -> bool:
-        """False: a recurrent state has no slots that a merge could evict."""
+        """Whether merges evict anything: false, because a recurrent state has no slots."""
         return False
 
     @property
@@ -153,7 +156,7 @@ class CachePlan:
     states: tuple[LayerStates, ...] = ()  # recurrent state of each layer that has one
 
     def cache_of(self, layer: int) -> int:
-        """Return the number of a layer among the layers with caches; `layer` is its number in the model."""
+        """Return the number of a layer among the layers that have KV caches; `layer` is its number in the model."""
         return self.attention_layers.index(layer) if self.attention_layers else layer
 
     @property
@@ -180,7 +183,7 @@ class CachePlan:
     def state_names(self) -> Iterator[tuple[str, str, LayerCache | LayerStates, str]]:
         """Yield the input name, output name, cache and tensor name of every state tensor, cache by cache.
 
-        Recurrent states follow the caches.
+        Recurrent states follow the KV caches.
         """
         places: Iterator[tuple[int | str, LayerCache | LayerStates]] = itertools.chain(
             enumerate(self.caches), ((states.place, states) for states in self.states)
@@ -192,13 +195,13 @@ class CachePlan:
     def to_json(self) -> list[dict[str, Any]]:
         """Return the cache plan in the form that an artifact's manifest contains.
 
-        A cache that stores its values has no key `value_in_key`, as in artifacts of earlier versions.
+        A layer that stores its values has no key `value_in_key`, as in artifacts of earlier versions.
         """
         layers = [asdict(layer) for layer in self.caches]
         return [{k: x for k, x in layer.items() if k != "value_in_key" or x} for layer in layers]
 
     def recurrent_json(self) -> dict[str, Any]:
-        """Return the manifest's key `recurrent`; no key if every layer has a cache and none a recurrent state."""
+        """Return the key `recurrent` of an artifact's manifest; no key if every layer of the model has a KV cache."""
         if not self.attention_layers:
             return {}
         states = [asdict(layer) for layer in self.states]

@@ -1,6 +1,6 @@
 """The memory that a recipe will need, computed from the checkpoint's headers before anything is built.
 
-Weights, caches and LoRA adapters are counted exactly. Activations, and memory that the backend takes for itself, are
+Weights, KV caches and LoRA adapters are counted exactly. Activations, and memory that the backend takes for itself, are
 estimated on a GPU and not counted on the CPU.
 """
 
@@ -37,7 +37,7 @@ class ServerMemory:
 
     @property
     def total(self) -> int:
-        """The sum of all uses. Weights count twice, because kernels may keep a reordered copy of them."""
+        """The most bytes that a server needs. Weights count twice, because kernels may keep a reordered copy."""
         return 2 * self.weights + self.state + self.prefixes + self.sessions + self.adapters + PROGRAM_BYTES
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class ServerMemory:
 
 @dataclass(frozen=True)
 class Fit:
-    """The number of sequences, and the largest cache budget, that fit into a memory beside `fixed_bytes`."""
+    """The number of sequences, and the largest cache budget, that fit into a given memory beside the weights."""
 
     memory: int  # memory in bytes
     sequences: int  # number of the recipe's sequences that fit
@@ -98,8 +98,8 @@ class MemoryPlan:
     def snapshot_bytes(self) -> int:
         """The bytes of a snapshot of one sequence's KV cache, taken right after the prompt's merge.
 
-        The snapshot contains the budgets' slots, and the reference queries that the next merge will still read
-        (`Lanes.before_merge`).
+        A snapshot contains the slots of the budgets, and those recent queries of a method's ring buffer that the next
+        merge will still read (`Lanes.before_merge`).
         """
         recipe, caches = self.recipe, self.cache.caches
         slack = self.cache.heads("capacity") - self.cache.heads("budget")
@@ -119,12 +119,12 @@ class MemoryPlan:
 
     @property
     def server(self) -> ServerMemory:
-        """The largest memory that `kvexport serve` needs with its default limits for prefixes and sessions."""
+        """The largest memory that `kvexport serve` needs with its default limits for prompt prefixes and sessions."""
         return ServerMemory(self.weight_bytes, self.batch_bytes, adapters=self.adapter_bytes)
 
     @property
     def fixed_bytes(self) -> int:
-        """The bytes of all but caches: on the CPU as `server` counts them, on a GPU as it was planned."""
+        """The bytes of everything but KV caches: on the CPU as `server` counts them, on a GPU as they were planned."""
         if self.arena_bytes:
             return self.weight_bytes + self.adapter_bytes + self.arena_bytes
         return replace(self.server, state=0, prefixes=0, sessions=0).total
@@ -138,7 +138,7 @@ class MemoryPlan:
 
     @property
     def ratio(self) -> float | None:
-        """The bytes of a full cache divided by the bytes of the recipe's cache, for one sequence.
+        """The bytes of a full KV cache divided by the bytes of the recipe's cache, for one sequence of full length.
 
         Above 1 the recipe saves memory. The ratio is None if the length is unlimited.
         """
@@ -146,7 +146,7 @@ class MemoryPlan:
 
     @property
     def _bits(self) -> str:
-        """Return the mean bits of a parameter, scales included, as text; "" if no weight is packed."""
+        """Return the mean bits of a model's parameter, scales included, as text; "" if no weight is quantized."""
         bits = 8 * self.weight_bytes / self.parameters
         return f", {bits:.2f} bits each" if bits < 15.9 else ""
 
@@ -206,7 +206,7 @@ class MemoryPlan:
             return None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan's figures as JSON values, without the batch and budget that fit a given memory (`Fit`)."""
+        """Return the memory plan's figures as JSON values, without the batch and budget that fit a given memory."""
         limits = self.recipe.limits
         return {
             "recipe": self.name,
@@ -290,8 +290,9 @@ class MemoryPlan:
 def gpu_bytes(recipe: Recipe, config: Any, itemsize: int) -> int:
     """Return about how many bytes a GPU needs beside weights and caches; 0 if the recipe runs on the CPU.
 
-    Activations are largest in the feed-forward network of a layer, while every lane reads a chunk of its prompt: the
-    residual stream, its norm, the gate, the up projection and their product. The logits of every lane are in float32.
+    Activations are largest in the feed-forward network of a layer, while every lane (row of the batch) reads a chunk of
+    its prompt: the residual stream, its norm, the gate, the up projection and their product. The logits of every lane
+    are in float32.
     """
     from kvexport import backends
 
@@ -310,7 +311,7 @@ def _with_fewer_rows(ring: StateTensor, count: int) -> StateTensor:
 
 
 def full_layer_bytes(layer: LayerGeometry, length: int, itemsize: int) -> int:
-    """Return the bytes of a layer's keys and values of `length` tokens in a full cache.
+    """Return the bytes of a layer's keys and values of `length` tokens in a full KV cache.
 
     Values that are a part of their keys are not counted again. A layer with a sliding window keeps the last
     `sliding_window` tokens. Votes, scores and positions are not counted.
@@ -321,7 +322,7 @@ def full_layer_bytes(layer: LayerGeometry, length: int, itemsize: int) -> int:
 
 
 def layer_groups(cache: CachePlan) -> list[tuple[str, LayerCache, int]]:
-    """Return runs of neighbouring layers with equal caches as (layer numbers such as "0-31", one cache, count)."""
+    """Return runs of neighbouring layers with equal KV caches as (layer numbers such as "0-31", one cache, count)."""
     groups = []
     for _, alike in itertools.groupby(enumerate(cache.caches), key=lambda item: item[1]):
         members = list(alike)
@@ -336,7 +337,10 @@ def _of_heads(numbers: Sequence[int]) -> str:
 
 
 def layer_table(cache: CachePlan) -> Table:
-    """Return a table of a model's KV caches, one row for each run of equal neighbours. Bytes are of the whole run."""
+    """Return a table of a model's KV caches, with one row for each run of equal neighbouring layers.
+
+    The bytes in a row are those of the whole run.
+    """
     rows: list[Sequence[str | int]] = []
     for label, layer, count in layer_groups(cache):
         size = str(layer.key_size)

@@ -1,4 +1,4 @@
-"""The cache plan of a recipe for a model: the budget of every cache, and checks that it has room for its entries."""
+"""The cache plan of a recipe for a model: the budget of every KV cache, and checks that its entries have room."""
 
 from __future__ import annotations
 
@@ -89,17 +89,17 @@ def _planned(recipe: Recipe, method: Method, i: int, layer: LayerGeometry, share
 
 
 def _reads_values_from_keys(recipe: Recipe, method: Method) -> bool:
-    """Return whether values that are a part of their keys are read from there, and not stored a second time.
+    """Return whether values that are a part of their keys (latent attention) are read from there, and not stored again.
 
-    Merges have to keep them that part. Quantized caches store values in a scale of their own, and only the kernels of
-    the CPU read them from keys.
+    Merges have to keep such values a part of their keys. Quantized caches store values with a scale of their own, and
+    only the kernels of the CPU read values from keys.
     """
     on_cpu = recipe.backend.name == default() and getattr(recipe.backend, "device", "cpu") == "cpu"
     return on_cpu and recipe.cache_dtype not in SMALL and method.merges_values_as_keys
 
 
 def _enough(recipe: Recipe, key: str, most: int, beside: int = 0) -> str:
-    """Return settings under which a budget holds the sinks, the recent slots and one more; `most` bounds the budget."""
+    """Return settings under which a cache budget of at most `most` holds the sinks, the recent slots and one more."""
     sinks, recent = recipe.cache.sinks, recipe.cache.recent
     share = min(recent, 0.99) if isinstance(recent, float) else 0.0
     least = math.ceil((sinks + 1 + (0 if share else recent)) / (1 - share))
@@ -116,7 +116,8 @@ def _recent(recipe: Recipe, budget: int) -> int:
 def selected_plan(recipe: Recipe, plan: CachePlan) -> CachePlan | None:
     """Return the plan of the smaller cache that decode steps read with `cache.periodic`, or None without it.
 
-    It has room for entries that are selected from the full cache, and for the tokens until the next selection.
+    The smaller cache has room for entries that are selected from the full cache, and for the tokens until the next
+    selection.
     """
     periodic = recipe.cache.periodic
     if periodic.slots is None:
@@ -140,8 +141,8 @@ def _with_slots(cache: LayerCache, budget: int, slots: int, recent: int) -> Laye
 def settled_plan(recipe: Recipe, plan: CachePlan) -> CachePlan:
     """Return the plan of the largest number of cache slots that a sequence uses after its prompt was read.
 
-    This is `plan` itself, unless prompts merge at their end. In that case a cache uses its budget and the slots for the
-    tokens until the next merge; the remaining slots stay allocated but empty.
+    The result is `plan` itself, unless the recipe merges prompts at their end. In that case a cache uses its budget and
+    the slots for the tokens until the next merge; the remaining slots stay allocated but empty.
     """
     if recipe.cache.merge_prompts == "chunks":
         return plan
@@ -177,7 +178,7 @@ def _name(layer: int, head: int, *, apart: bool) -> str:
 
 
 def _require_not_periodic(recipe: Recipe, why: str) -> None:
-    """Raise UsageError if the recipe sets periodic decoding; `why` is the reason in the error message."""
+    """Raise UsageError if the recipe sets `cache.periodic`; `why` is the reason in the error message."""
     if recipe.cache.periodic.slots is not None:
         raise UsageError(
             f"cache.periodic.slots is {recipe.cache.periodic.slots}, which is not supported where {why}",
@@ -222,9 +223,9 @@ def _require_caches_read(recipe: Recipe, readers: Mapping[int, int]) -> None:
 
 
 def _require_no_merges(recipe: Recipe, caches: Sequence[LayerCache], method: Method) -> None:
-    """Raise UsageError if speculative or periodic decoding is combined with a cache that evicts.
+    """Raise UsageError if speculative or periodic decoding is combined with a KV cache that evicts.
 
-    With drafts, layers may still drop entries that their sliding window has passed.
+    With speculative decoding, layers may still drop entries that their sliding window has passed.
     """
     merging = [i for i, cache in enumerate(caches) if cache.merges]
     if not merging or (recipe.speculate.draft is None and recipe.cache.periodic.slots is None):
@@ -281,7 +282,7 @@ def _require_one_place(geometry: Sequence[LayerGeometry], budgets: Sequence[int]
 
 
 def _require_heads(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> None:
-    """Raise UsageError if a recipe's budget shares of KV heads do not fit the model."""
+    """Raise UsageError if the number of budget shares that a recipe lists for KV heads does not fit the model."""
     shares = head_shares(recipe)
     for i, (row, layer) in enumerate(zip(shares, geometry, strict=bool(shares))):
         if len(row) != layer.kv_heads:

@@ -1,7 +1,7 @@
 """The checks that turn the contents of recipe files into a `Recipe`.
 
-First keys, then method parameters, then values are checked. Each check ignores entries that an earlier one has
-rejected, so that one mistake gives one message.
+Keys are checked first, then the parameters of the compression method, then values. Each check ignores entries that an
+earlier one has rejected, so that one mistake gives one message.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PARAMETERS: Key = ("cache", "parameters")
 
 
 def check_recipe(tree: Tree, label: str, findings: Findings) -> Recipe | None:
-    """Check the contents of recipe files and return the recipe."""
+    """Return the recipe that the contents of recipe files describe; None, and problems in `findings`, for mistakes."""
     data = _known_only(tree, Recipe, (), findings)
     path = get(tree, PATH)
     if isinstance(path, Leaf):
@@ -70,7 +70,6 @@ def check_recipe(tree: Tree, label: str, findings: Findings) -> Recipe | None:
 
 
 def get(tree: Tree, key: Key) -> Entry | None:
-    """Return the entry of a recipe's tree at `key`, or None."""
     entry: Entry | None = tree
     for name in key:
         entry = entry.entries.get(name) if isinstance(entry, Tree) else None
@@ -78,7 +77,7 @@ def get(tree: Tree, key: Key) -> Entry | None:
 
 
 def scalar_at(tree: Tree, key: Key) -> Any:
-    """Return the value in a recipe's tree at `key`; None for a mapping or a missing key."""
+    """Return the value at `key` in a recipe's contents; None for a mapping or a missing key."""
     entry = get(tree, key)
     return entry.value if isinstance(entry, Leaf) else None
 
@@ -92,7 +91,7 @@ def place_of(tree: Tree, key: Key) -> str:
 
 
 def _known_only(tree: Tree, model: type[BaseModel], above: Key, findings: Findings) -> dict[str, Any]:
-    """Return a recipe's tree as plain data without the keys that `model` does not have.
+    """Return a recipe's contents as plain data without the keys that `model` does not have.
 
     Each of those keys becomes a problem in `findings`.
     """
@@ -159,7 +158,7 @@ def _check_parameters(tree: Tree, cache: dict[str, Any], findings: Findings) -> 
 
 
 def _validate(model: type[Any], data: dict[str, Any]) -> tuple[Any, dict[Key, list[Any]]]:
-    """Return the validated pydantic model, or None, and pydantic's errors by key.
+    """Return the validated pydantic model, or None, and pydantic's errors by the recipe's key.
 
     The validation is strict: a number of slots may not be "64", true or 8.0.
     """
@@ -241,11 +240,11 @@ def _is_number(text: str) -> bool:
 
 
 def did_you_mean(near: Sequence[str]) -> str:
-    """Return the end of a message that suggests the nearest known name; "" if there is none."""
+    """Return the end of an error message that suggests the nearest known name; "" if there is none."""
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def shown(value: Any) -> str:
-    """Return a recipe's value as text for a message: at most 80 characters, on one line."""
+    """Return a recipe's value as text for an error message: at most 80 characters, on one line."""
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,4 +1,4 @@
-"""Descriptions of every field of a recipe and every parameter of a method.
+"""Descriptions of every field of a recipe and every parameter of a compression method.
 
 The descriptions come from the definitions of the fields. Listings, the table of docs/reference/recipe.md, messages and
 a JSON schema for editors use them.
@@ -26,7 +26,7 @@ ENTRY = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """A field of a recipe or a parameter of a method.
+    """The description of a field of a recipe, or of a parameter of a compression method.
 
     Attributes:
         name: The dotted key of a field, or the name of a parameter.
@@ -48,8 +48,8 @@ class ParameterInfo:
 def meanings(model: type[BaseModel]) -> dict[str, str]:
     """Return the description of each field of a pydantic model, by the field's name.
 
-    It is the field's own description, or its entry in the section "Attributes" of the docstring of the class or a base
-    class.
+    The description stands in the field's definition, or in the section "Attributes" of the docstring of the class or of
+    a base class.
     """
     entries: dict[str, str] = {}
     for base in reversed(model.__mro__):
@@ -60,7 +60,7 @@ def meanings(model: type[BaseModel]) -> dict[str, str]:
 
 
 def section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """Return the class of a recipe's section if a field is one, or None if the field is a value."""
+    """Return the class of a recipe section that a field holds; None if the field holds a plain value."""
     kind = model.model_fields[name].annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 

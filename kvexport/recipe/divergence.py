@@ -1,4 +1,4 @@
-"""How far the cache of a recipe is from the full cache, beside one that drops what it evicts."""
+"""How far a recipe's KV cache is from the full cache, compared with a cache that drops what it evicts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NOISE = 1e-3  # nats: two caches that are both this near to the full one are not
 
 @dataclass(frozen=True)
 class Divergence:
-    """KL divergences from the full cache on one text, in nats per token."""
+    """KL divergences of a compressed KV cache's predictions from the full cache's on one text, in nats per token."""
 
     slots: int  # of a head, on average
     tokens: int  # of the text
@@ -20,7 +20,7 @@ class Divergence:
 
     @property
     def line(self) -> str:
-        """The figures in a line for the user."""
+        """The KL divergences from the full cache, with the recipe's cache and with a dropping one, as text."""
         return (
             f"with {self.slots} slots, the KL to the full cache over a text of {self.tokens} tokens is "
             f"{self.built:.3g} nats a token, and {self.dropped:.3g} if entries are dropped"
@@ -28,7 +28,7 @@ class Divergence:
 
     @property
     def warning(self) -> str:
-        """What to type if the recipe's cache is far worse than dropping; otherwise empty."""
+        """The warning that the recipe's cache is far worse than dropping, with the options to type; otherwise empty."""
         times = self.built / max(self.dropped, NOISE)
         if times <= TIMES_WORSE:
             return ""

@@ -1,7 +1,4 @@
-"""The sections of a recipe: every field with its meaning, type, bounds and default.
-
-`kvexport.recipe.load` reads a recipe.
-"""
+"""The sections of a recipe: every field with its meaning, type, bounds and default."""
 
 from __future__ import annotations
 
@@ -237,7 +234,7 @@ class Recipe(RecipeSection):
     def slack(self) -> int:
         """The number of cache slots beyond the budget, for the tokens between two merges.
 
-        If budgets differ and a whole prompt has to fit, this is the mean.
+        If budgets differ and a whole prompt has to fit, the number is a mean over layers.
         """
         return self.capacity(self.budget) - self.budget
 
@@ -255,9 +252,9 @@ class Recipe(RecipeSection):
 
     @property
     def all_logits(self) -> bool:
-        """Whether the decoder returns logits of every token of a call.
+        """Whether the decoder returns logits of every token of a model call, instead of the last token's alone.
 
-        It does if the recipe sets `export.logits: all`, or if drafts are verified.
+        It does if the recipe sets `export.logits: all`, or speculative decoding, which verifies drafted tokens.
         """
         return self.export.logits == "all" or self.speculate.draft is not None
 

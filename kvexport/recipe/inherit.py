@@ -20,18 +20,18 @@ from kvexport.recipe.parse import Findings, Leaf, Tree, merge, plain, read_file
 
 
 def recipe_folder() -> Path:
-    """Return the folder of named recipes: inside an installed package, otherwise beside it in the repository."""
+    """Return the folder of the recipes that kvexport ships: in an installed package, or beside it in the repository."""
     installed = paths.PACKAGE / "_recipes"
     return installed if installed.is_dir() else paths.PACKAGE.parent / "recipes"
 
 
 def named_recipes() -> dict[str, Path]:
-    """Return the files of the recipe folder by name, sorted."""
+    """Return the files of the recipes that kvexport ships by their names, sorted."""
     return {path.stem: path for path in sorted(recipe_folder().glob("*.yaml"))}
 
 
 def locate(name: str, folder: Path, findings: Findings, place: str = "") -> Path | None:
-    """Return the file of a recipe, or None if there is no recipe of this name."""
+    """Return the file of a recipe, or None, and a problem in `findings`, if no recipe has this name."""
     if name.endswith((".yaml", ".yml")) or "/" in name or os.sep in name:
         return Path(os.path.normpath(folder / name))
     known = named_recipes()
@@ -91,7 +91,8 @@ def read_with_parents(start: Path, findings: Findings) -> Tree:
 def inherit(parent: Tree, child: Tree) -> Tree:
     """Return the keys of a recipe merged over those of the recipe that it extends.
 
-    If both have different compression methods, parameters that the child's method does not have are left out.
+    If the two recipes have different compression methods, inherited parameters that the new method does not have are
+    left out.
     """
     method = scalar_at(child, METHOD)
     before = scalar_at(parent, METHOD) or CacheSection.model_fields["method"].default

@@ -16,11 +16,11 @@ from kvexport.recipe.parse import Findings, Leaf, Origin, Tree, merge, nest
 
 @dataclass(frozen=True)
 class RecipeInfo:
-    """One line of the list of recipes.
+    """One line of the list of recipes that `kvexport recipes` shows.
 
     Attributes:
         name: The name of the recipe.
-        path: Its file.
+        path: The recipe's file.
         description: One line about the recipe.
         model: `model.path` as the file contains it; None for a base recipe, which names no model.
         dtype: The type of the weights.
@@ -47,7 +47,7 @@ class RecipeInfo:
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """One entry of the list of compression methods.
+    """One entry of the list of compression methods that `kvexport recipes methods` shows.
 
     Attributes:
         name: The name that recipes use.
@@ -67,7 +67,7 @@ class MethodInfo:
 
 
 def list_recipes() -> list[RecipeInfo]:
-    """Return every recipe of the recipe folder by name; one that cannot be loaded is listed with its problem."""
+    """Return every recipe that kvexport ships; one that cannot be loaded is listed with its problem."""
     return [_describe(name, path) for name, path in named_recipes().items()]
 
 

@@ -1,6 +1,6 @@
 """Loading of a recipe by its name or file, in four steps: parse, inherit, override, check.
 
-All problems are reported at once.
+All problems of a recipe are reported at once.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from kvexport.recipe.parse import Findings, Tree
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A recipe with the origin of every value.
+    """A recipe with the origin (file and line, or command-line option) of every value.
 
     Attributes:
         name: The name of the recipe: the stem of its file.
         recipe: The recipe.
-        origin: For the dotted key of every value in `resolved` its origin: "default", the file and line such as
+        origin: The origin of every value in `resolved`, by its dotted key: "default", a file and line such as
             "recipes/x.yaml:7", or "--set cache.budget=512".
         resolved: The recipe as plain data with all defaults and the method's parameters; a local `model.path` is
             absolute. `Recipe(**resolved)` equals `recipe`.
-        divergence: How far the recipe's cache is from the full one; None if it was not measured.
+        divergence: How far the recipe's KV cache is from the full one; None if it was not measured.
     """
 
     name: str
@@ -41,11 +41,11 @@ class LoadedRecipe:
 
 
 def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """Return the recipe of a name or file with overrides applied.
+    """Return the recipe of a name or file, with overrides such as "cache.budget=512" applied.
 
     A relative `model.path` (./ or ../) is relative to the folder of the file that contains it, or to the current
-    directory in an override. An override may also name an existing directory without ./ in front. All other values are
-    hub ids or wheels.
+    directory in an override. An override may also name an existing directory without ./ in front. All other values of
+    `model.path` are hub ids or wheels.
 
     Args:
         name_or_path: The name of a recipe of the folder, or a file, which ends in .yaml or .yml or contains a path
@@ -67,7 +67,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecip
 
 
 def checked(tree: Tree, label: str, name: str, findings: Findings) -> LoadedRecipe:
-    """Return the recipe that a tree of YAML values describes, after all checks."""
+    """Return the recipe that the contents of recipe files describe; raise UsageError with all of its problems."""
     recipe = check_recipe(tree, label, findings)
     if recipe is None or findings.problems:
         raise UsageError("\n".join(dict.fromkeys(findings.problems)), _fix(findings.problems))

@@ -21,7 +21,7 @@ def recipe_for(
 ) -> LoadedRecipe:
     """Return the recipe of a checkpoint that has no recipe file.
 
-    Every cache of the model gets the same budget; `kvexport.models.calibrated_recipe` measures budgets.
+    Every KV cache of the model gets the same budget of slots; `kvexport.models.calibrated_recipe` measures budgets.
 
     Args:
         model: A hub id, the path of a checkpoint's folder, or the path of a GGUF file.

@@ -26,7 +26,7 @@ SCALARS = tuple(CORE + kind for kind in ("null", "bool", "int", "float", "str", 
 
 @dataclass
 class Findings:
-    """The problems found in a recipe.
+    """The problems found in a recipe while it is read and checked.
 
     Attributes:
         problems: The messages.
@@ -49,7 +49,7 @@ class Origin:
     Attributes:
         place: The place of the value: "recipes/x.yaml:7" or "--set key=value".
         key_place: The place of the key.
-        folder: The folder of the file.
+        folder: The folder of the file, to which paths in the value are relative.
     """
 
     place: str
@@ -67,7 +67,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Tree:
-    """A mapping of a recipe with its origin, which is that of its key."""
+    """A mapping in a recipe, whose origin is the place of the key that it belongs to."""
 
     entries: dict[str, Entry]
     origin: Origin
@@ -77,7 +77,7 @@ Entry: TypeAlias = "Leaf | Tree"
 
 
 def merge(below: Tree, above: Tree) -> Tree:
-    """Return the tree `above` merged over `below`: mappings merge, and all other values are replaced."""
+    """Return the recipe contents `above` merged over `below`: mappings merge key by key, other values are replaced."""
     entries = dict(below.entries)
     for key, entry in above.entries.items():
         old = entries.get(key)
@@ -86,7 +86,7 @@ def merge(below: Tree, above: Tree) -> Tree:
 
 
 def nest(key: tuple[str, ...], entry: Entry) -> Tree:
-    """Return a tree of recipe values that contains only `entry` at `key`."""
+    """Return recipe contents that consist of one entry, at the nested key `key`."""
     for name in reversed(key):
         entry = Tree({name: entry}, entry.origin)
     assert isinstance(entry, Tree)
@@ -94,7 +94,7 @@ def nest(key: tuple[str, ...], entry: Entry) -> Tree:
 
 
 def plain(entry: Entry) -> Any:
-    """Return an entry of a recipe as plain data without the places where its values are written."""
+    """Return an entry of a recipe as plain data, without the places where its values are written."""
     return entry.value if isinstance(entry, Leaf) else {key: plain(value) for key, value in entry.entries.items()}
 
 
@@ -136,13 +136,13 @@ def read_file(path: Path, label: str, extended_at: str, findings: Findings) -> T
 
 @dataclass
 class Source:
-    """A YAML text that is read into a recipe: a file, or the value of an override.
+    """A YAML text that is read into a recipe: a file, or the value of an override on the command line.
 
     Attributes:
         label: The name of the file or override in messages.
         folder: The folder of the file, or the current directory.
         is_file: Whether the text is a file.
-        findings: The problems; those of the text are added.
+        findings: The list to which problems of the text are added.
         values: The number of values read so far.
     """
 
@@ -232,7 +232,7 @@ class Source:
     def _merged(
         self, loader: yaml.SafeLoader, node: yaml.Node, key: str, place: str, above: tuple[int, ...]
     ) -> Iterator[Tree]:
-        """Yield the mappings of a YAML merge key (<<); for each key the first mapping that has it wins."""
+        """Yield the mappings of a YAML merge key (<<); if several have the same key, the first mapping counts."""
         for item in node.value if isinstance(node, yaml.SequenceNode) else [node]:
             entry = self._entry(loader, item, key, place, above)
             if isinstance(entry, Tree):

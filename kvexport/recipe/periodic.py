@@ -1,4 +1,4 @@
-"""The recipe's keys `cache.periodic`: decoding over a selection of a full cache's entries."""
+"""The recipe's keys `cache.periodic`: decode steps read a selection of a full KV cache's entries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvexport.recipe.section import MOST, RecipeSection
 
 
 class PeriodicSection(RecipeSection):
-    """The recipe's keys `cache.periodic`: decode steps read entries selected from a full cache.
+    """The recipe's keys `cache.periodic`: decode steps read entries selected from a full KV cache.
 
     The entries are selected again after every few tokens. See docs/tasks/periodic.md.
     """
@@ -34,9 +34,9 @@ class PeriodicSection(RecipeSection):
 
     @property
     def selected(self) -> int:
-        """The number of slots of a layer that a selection from the full cache fills.
+        """The number of slots of a layer that a selection from the full KV cache fills.
 
-        The remaining slots take the tokens until the next selection.
+        The remaining slots of the smaller cache take the tokens until the next selection.
         """
         return (self.slots or 0) - self.every
 

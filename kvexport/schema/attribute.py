@@ -1,4 +1,4 @@
-"""The description of an ONNX operator's attribute: its name, type, default, range and meaning."""
+"""The description of an attribute of kvexport's ONNX operators: its name, type, default, range and meaning."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Attribute:
 
     Attributes:
         name: The name.
-        kind: The type of its value. A ``bool`` is an ONNX integer, 0 or 1. ``words`` is one string with commas, because
-            ONNX Runtime does not pass lists of strings to custom operators.
+        kind: The type of the attribute's value. A ``bool`` is an ONNX integer, 0 or 1. ``words`` is one string with
+            commas, because ONNX Runtime does not pass lists of strings to custom operators.
         meaning: The meaning, for tables and generated comments.
         default: The default, or None if a node must have the attribute.
-        words: The allowed words.
+        words: The allowed words of the kinds ``word`` and ``words``.
         least: The inclusive lower bound of a number, or of every number of a list.
         most: The inclusive upper bound.
         above: The exclusive lower bound.
@@ -40,7 +40,7 @@ class Attribute:
 
     @property
     def bounds(self) -> str:
-        """The range of the attribute in words, for errors and tables; empty without bounds."""
+        """The range of an ONNX attribute's value in words, for errors and tables; empty without bounds."""
         low = f"at least {_number(self.least)}" if self.least is not None else ""
         low = f"above {_number(self.above)}" if self.above is not None else low
         high = f"at most {_number(self.most)}" if self.most is not None else ""
@@ -48,7 +48,7 @@ class Attribute:
         return " and ".join(bound for bound in (low, high) if bound)
 
     def problem(self, value: Any) -> str:
-        """Return why the attribute cannot have `value`; an empty string if it can."""
+        """Return why an ONNX attribute cannot have `value`; an empty string if it can."""
         if self.kind in ("word", "words"):
             words = [value] if self.kind == "word" else value.split(",") if isinstance(value, str) else list(value)
             unknown = [word for word in words if word not in self.words]

@@ -1,10 +1,10 @@
-"""Generate the files that are derived from the schema: ``python -m kvexport.schema.generate``.
+"""Generate the files that are derived from the operators' schema: ``python -m kvexport.schema.generate``.
 
-With ``--check`` no file is written, and the exit code is 1 if one is not current. The files are:
+With ``--check`` no file is written, and the exit code is 1 if a file is not current. The files are:
 
-- plugins/abi/kvexport.h: the structs of the calls.
+- plugins/abi/kvexport.h: the structs of the calls of kernels.
 - plugins/abi/attributes.h: the names of a node's attributes, and functions that read them into the structs.
-- plugins/math/policy.h: the policies that the kernels support.
+- plugins/math/policy.h: the merge policies that the kernels support.
 - docs/reference/contract.md: its tables, between ``<!-- schema: NAME -->`` and ``<!-- schema end -->``.
 """
 
@@ -209,7 +209,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def contract(text: str) -> str:
-    """Return the text of docs/reference/contract.md with current tables."""
+    """Return the text of docs/reference/contract.md with the tables that the operators' schema gives."""
     for name, table in tables().items():
         mark = re.escape(f"<!-- schema: {name} -->")
         text, count = re.subn(

@@ -1,6 +1,6 @@
-"""The C structs of the kernels' calls, derived from the schema of the operators.
+"""The C structs that native kernels are called with, derived from the schema of the operators.
 
-The header plugins/abi/kvexport.h is generated from them, and tests define the same structs in ctypes.
+The header plugins/abi/kvexport.h is generated from these structs, and tests define the same structs in ctypes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def number(attribute: str, word: str) -> int:
 
 
 def structs() -> dict[str, list[Field]]:
-    """Return the members of every C struct of the kernels' ABI by its name; a struct comes after those it contains."""
+    """Return the members of every C struct that kernels are called with; a struct comes after those it contains."""
     return {
         "KvState": [Field(_C_TYPES[x.dtype] + "*", x.name, _dims(x.dims)) for x in STATE],
         "KvScales": [
@@ -114,7 +114,7 @@ _VALUE_PREFIX = Field(
 def scalars(operator: Operator) -> list[Attribute]:
     """Return the attributes of an ONNX operator that hold one number, bool or word each and always have a value.
 
-    Attributes of lists, optional attributes, and the attributes of the merge policy are left out.
+    The attributes of the merge policy are left out.
     """
     attributes = [a for a in operator.attributes if a.name not in {p.name for p in POLICY}]
     return [a for a in attributes if a.kind in ("float", "int", "bool", "word") and not a.optional]

@@ -222,10 +222,10 @@ EXPERTS_ATTRIBUTES = (
 
 
 def schema_digest() -> str:
-    """Return a digest of everything that a compiled kernel depends on.
+    """Return a digest of everything in the operators' schema that a compiled kernel depends on.
 
-    It covers the version of the contract, the names, types and allowed words of the operators' attributes, the state
-    tensors, and the types of caches. Libraries contain the digest that they were compiled with.
+    The digest covers the version of docs/reference/contract.md, the names, types and allowed words of the operators'
+    attributes, the state tensors, and the types of caches. Libraries contain the digest that they were compiled with.
     """
     known = [
         [(a.name, a.kind, a.words) for a in attributes]

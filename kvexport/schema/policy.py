@@ -1,7 +1,8 @@
 """The merge policy: the rules by which native kernels evict and merge cache slots, as data.
 
-A method whose rule combines these primitives returns a `MergePolicy` and has no code of its own. PyTorch interprets the
-fields (kvexport/methods/primitives), the MergeCache node contains them as attributes, and native kernels read them.
+A compression method whose rule combines these primitives returns a `MergePolicy` and has no code of its own. PyTorch
+interprets the policy's fields (kvexport/methods/primitives), the MergeCache node contains them as attributes, and
+native kernels read them.
 """
 
 from __future__ import annotations
@@ -60,9 +61,10 @@ NEEDS_FIT = "select is attended, which needs the reference queries of a fit"
 
 @dataclass(frozen=True)
 class Fit:
-    """A least-squares fit of kept cache slots to reference queries, after the merge.
+    """A least-squares fit of kept cache slots to recent queries that a method stores, after the merge.
 
-    The fit needs the ring buffer of recent queries (kvexport/methods/fitting.py).
+    After the fit the stored queries get nearly the same attention outputs from the kept slots as from all slots before.
+    The ring buffer of queries is that of kvexport/methods/fitting.py.
     """
 
     fit: Literal["values", "votes_and_values"] = _word(
@@ -81,7 +83,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class MergePolicy:
-    """The rules by which cache slots are evicted and merged.
+    """The rules by which cache slots are evicted and merged, as data for native kernels.
 
     The metadata of each field describes it.
     """

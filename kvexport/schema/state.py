@@ -24,7 +24,7 @@ DIMENSIONS = {
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One tensor of a layer's KV cache state; zeros are an empty cache."""
+    """One tensor of a layer's KV cache, such as its keys or positions; zeros are an empty cache."""
 
     name: str
     # Letters of `DIMENSIONS`, or fixed sizes; the first is always B. A tensor with the letter S has one element or row
@@ -50,7 +50,7 @@ class StateTensor:
         return tuple(d if isinstance(d, int) else sizes[d] for d in self.dims)
 
     def stored_dtype(self, cache_type: str) -> str:
-        """Return the type of the tensor's elements in a cache of type `cache_type`.
+        """Return the type of a state tensor's elements in a cache of type `cache_type`.
 
         In a cache with int4 a byte stores two numbers, the first in its low half.
         """
@@ -113,7 +113,7 @@ def types_of(cache_type: str) -> dict[str, str]:
 
 
 def scales_of(cache_type: str) -> tuple[StateTensor, ...]:
-    """Return the state tensors with the scales of rounded keys and values; none for caches of more than 8 bits."""
+    """Return the tensors of a quantized KV cache that hold the scales of its keys and values; none for other caches."""
     return SCALES if cache_type in SMALL else ()
 
 

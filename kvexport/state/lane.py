@@ -1,4 +1,4 @@
-"""The saved state of one batch lane at a moment: its state tensors (KV cache) and its counters."""
+"""The saved state of one lane (a row of the batch): its state tensors, such as the KV cache, and its counters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ class Counters(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """A saved lane: its state tensors (see `ModelState.read`) and counters at one moment. Nobody may change them."""
+    """A saved lane (row of the batch): its state tensors (see `ModelState.read`) and counters at one moment.
+
+    Nobody may change the tensors.
+    """
 
     state: Mapping[str, NDArray[Any]]
     counters: Counters

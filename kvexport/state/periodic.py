@@ -1,14 +1,14 @@
 """Decoding over some entries of a full KV cache, which are selected again after a number of tokens (`cache.periodic`).
 
 The full cache evicts nothing: it reads prompts and gets the entries of decoded tokens. A decode step reads the selected
-cache, a smaller one with copies of selected entries: the sinks, the latest entries and, if the method keeps scores, the
-other entries with the highest scores. Every `every` tokens, counted from the beginning of the sequence, a step reads
-the full cache instead, so that the scores of all entries include the current query. These scores then select the new
-entries. Between two selections only the scores of selected entries are updated. Until a sequence has more tokens than
-the selected cache has slots, all steps read the full cache.
+cache, a smaller one with copies of selected entries. These are the sinks (first positions), the latest entries and, if
+the method keeps scores, the other entries with the highest scores. Every `every` tokens, counted from the beginning of
+the sequence, a step reads the full cache instead, so that the scores of all entries include the current query. These
+scores then select the new entries. Between two selections only the scores of selected entries are updated. Until a
+sequence has more tokens than the selected cache has slots, all steps read the full cache.
 
-The length of the sequence alone decides when entries are selected, and the selection of a lane is saved with the lane.
-Answers therefore do not depend on the batch, or on the moment of a snapshot.
+The length of the sequence alone decides when entries are selected, and the selection of a lane (row of the batch) is
+saved with the lane. Answers therefore do not depend on the batch, or on the moment of a snapshot.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ENTRY = ("key", "value", "position", *(tensor.name for tensor in SCALES))  # the
 
 
 def by_heads(plan: CachePlan, tensors: Mapping[str, NDArray[Any]]) -> LaneTensors:
-    """Return views [KV heads, slots, ...] of one lane's state tensors; of a score, [KV heads, K, slots]."""
+    """Return views [KV heads, slots, ...] of the state tensors of one batch lane; of a score, [KV heads, K, slots]."""
     views = dict(tensors)
     for i, cache in enumerate(plan.caches):
         for tensor in cache.state:
@@ -55,9 +55,9 @@ def by_heads(plan: CachePlan, tensors: Mapping[str, NDArray[Any]]) -> LaneTensor
 
 
 class SelectedCache:
-    """Smaller KV caches that hold copies of entries of full caches, one smaller cache for each batch lane.
+    """Smaller KV caches with copies of selected entries of full caches, one smaller cache for each lane of the batch.
 
-    There is one lane at first.
+    A new object has one lane.
     """
 
     def __init__(self, manifest: Manifest, model: LoadedModel, plan: CachePlan) -> None:
@@ -109,7 +109,7 @@ class SelectedCache:
         return [tensor for tensor in self.plan.caches[i].state if tensor.name in ENTRY]
 
     def copy(self, i: int, source: LaneTensors, target: LaneTensors, selected: Slots, start: int) -> None:
-        """Copy KV-cache slots of a layer from one cache to another, and empty the slots after them."""
+        """Copy KV-cache slots of a layer from one cache to another, and empty the slots after the copied ones."""
         end = start + selected.shape[1]
         for tensor in self.entry_tensors(i):
             old, new = source[tensor.past(i)], target[tensor.past(i)]
@@ -140,9 +140,10 @@ def new_periodic(manifest: Manifest, model: LoadedModel, lanes: int) -> Periodic
 
 
 class PeriodicState(ModelState):
-    """KV caches whose `decode` reads the full cache, and whose decode steps (`advance`) mostly read selected entries.
+    """KV caches whose decode steps (`advance`) mostly read a smaller cache of entries selected from the full cache.
 
-    A full cache that evicts nothing never moves an entry, so the slot of a token is its number in the sequence.
+    The full cache evicts nothing and never moves an entry, so the slot of a token is its number in the sequence.
+    `decode` always reads the full cache.
     """
 
     top_logits: int | None = None
@@ -156,9 +157,9 @@ class PeriodicState(ModelState):
     def advance(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
     ) -> NDArray[np.float32]:
-        """Run a decode step for lanes, which mostly reads only selected entries, and return logits.
+        """Run a decode step for batch lanes, which mostly reads only selected cache entries, and return logits.
 
-        Calls with several tokens of a lane read the full cache.
+        Model calls with several tokens of a lane read the full cache.
         """
         if input_ids.shape[1] > 1:
             return self.decode(input_ids, query_length, first)
@@ -208,7 +209,7 @@ class PeriodicState(ModelState):
         self._selected.state.write(lane, {}, length)
 
     def _settle(self, lane: int) -> None:
-        """Update a lane's full cache with the tokens and statistics that only the selected cache has."""
+        """Update a lane's full KV cache with the tokens and statistics that only the smaller selected cache has."""
         content, length = self._contents.get(lane), self._length[lane]
         if content is None:
             return
@@ -222,7 +223,7 @@ class PeriodicState(ModelState):
         self._full.write(lane, {}, length)
 
     def _give_statistics(self, lane: int, *, to_full: bool = False) -> None:
-        """Copy the slots' scores and other statistics from a lane's full cache to its selected cache, or back."""
+        """Copy the slots' scores and other statistics from a lane's full KV cache to its selected cache, or back."""
         content, full, own = self._contents[lane], self._view(lane), self._selected.view(lane)
         late = np.arange(content.start, content.copied)
         for i in self._layers:
@@ -293,7 +294,10 @@ class PeriodicState(ModelState):
         return self._full.step(input_ids, query_length, first)
 
     def merge(self, first: int, last: int) -> None:
-        """Run the merge graph on lanes first <= lane < last. It evicts nothing, since the lanes keep all entries."""
+        """Run the merge graph on the full caches of lanes first <= lane < last.
+
+        No entry is evicted, because the budget of a full cache is the longest sequence.
+        """
         self._full.merge(first, last)
 
     def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
@@ -305,7 +309,7 @@ class PeriodicState(ModelState):
             self._length[lane] = 0
 
     def grown(self, lanes: int) -> PeriodicState:
-        """Return a state with more batch lanes, the first of which are copies of these; see `ModelState.grown`."""
+        """Return a state with more batch lanes, the first of which are copies of the present lanes."""
         for lane in self._contents:
             self._settle(lane)
         full = self._full.grown(lanes)
@@ -318,7 +322,7 @@ class PeriodicState(ModelState):
     def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
         """Return copies of one lane's state tensors from the full KV cache, as `ModelState.read` describes.
 
-        If `names` is None, the positions of the selected entries are included.
+        If `names` is None, the result includes the positions of the entries that decode steps read.
         """
         self._settle(lane)
         tensors = self._full.read(lane, names)
@@ -338,7 +342,7 @@ class PeriodicState(ModelState):
             self._restore(lane, positions)
 
     def rollback(self, lane: int, count: int) -> None:
-        """Remove a lane's last `count` tokens; the next step selects entries again."""
+        """Remove a lane's last `count` tokens from its KV caches; the next decode step selects cache entries again."""
         self._settle(lane)
         self._forget(lane)
         self._full.rollback(lane, count)
@@ -370,7 +374,7 @@ class PeriodicState(ModelState):
 
 
 def mapped(size: int, folder: str) -> NDArray[np.uint8]:
-    """Return an array of zeros in a memory-mapped file without a name, for a full cache on disk.
+    """Return an array of zeros in a memory-mapped file without a name, for a full KV cache on disk.
 
     The name of the file is removed as soon as it is open, so the system frees the file with the array, or when the
     process ends. All blocks are allocated at once, so a full disk raises an error here instead of a signal during a

@@ -1,7 +1,7 @@
 """Sessions: conversations whose KV cache and other state are stored between turns.
 
-A session is a snapshot with a name. Its next turn is a request that starts from the snapshot, reads only the new
-tokens, and produces the next snapshot.
+A session is a snapshot with a name. The session's next turn is a request that starts from the snapshot, reads only the
+new tokens, and produces the next snapshot.
 
 The most recently used sessions are in memory. With a folder every state is also written to a file of its own, whole or
 not at all, before `put` returns. A killed process therefore loses no acknowledged turn, and an error of one session
@@ -95,12 +95,12 @@ class SessionStore:
         return sum(snapshot.nbytes for _, snapshot in self._loaded.values())
 
     def names(self) -> list[str]:
-        """Return the names of all stored sessions; the ones in memory last, the most recently used at the end."""
+        """Return the names of all stored sessions (conversations). Those in memory come last, in the order of use."""
         files = [] if self._folder is None else sorted(p.stem for p in self._folder.glob(f"*{SUFFIX}"))
         return [*(name for name in files if NAME.fullmatch(name) and name not in self._loaded), *self._loaded]
 
     def get(self, name: str) -> Snapshot | None:
-        """Return the stored state (snapshot) of a session; None if the name is new."""
+        """Return the stored state of a session (conversation) as a snapshot; None if no session had this name yet."""
         mark = self.mark(name)
         if mark is None:
             self._loaded.pop(name, None)
@@ -114,14 +114,17 @@ class SessionStore:
         return snapshot
 
     def mark(self, name: str) -> bytes | None:
-        """Return a mark that identifies a session's stored state; None without one. `put` uses it to detect changes."""
+        """Return bytes that identify the stored state of a session (conversation), by which `put` detects changes.
+
+        None if no state is stored.
+        """
         check_name(name)
         if self._folder is not None:
             return _read_mark(name, self._path(name))
         return self._loaded[name][0] if name in self._loaded else None
 
     def put(self, name: str, snapshot: Snapshot, expected: bytes | None = ANY) -> None:
-        """Store the state of a session in place of an earlier one. If that fails, the earlier state stays."""
+        """Store the state of a session (conversation) in place of an earlier one, which stays if that fails."""
         check_name(name)
         if self._folder is None:
             self._check_mark(name, expected)
@@ -179,7 +182,7 @@ class SessionStore:
         return True
 
     def begin_turn(self, name: str) -> bool:
-        """Take a session's lock for a turn. Return False while another process of the folder has it.
+        """Lock a session (conversation) for a turn. Return False if another process of the folder holds the lock.
 
         The system releases the lock if this process ends. On a file system without locks nothing is locked.
         """
@@ -200,7 +203,7 @@ class SessionStore:
             raise SessionConflict(name)
 
     def _load(self, name: str, mark: bytes, snapshot: Snapshot) -> None:
-        """Keep a session's state in memory, and drop the least recently used states if memory is short."""
+        """Keep a session's state in memory, and drop the least recently used other states if memory is short."""
         self._loaded[name] = mark, snapshot
         self._loaded.move_to_end(name)
         while self.memory_bytes > self._memory and len(self._loaded) > 1:
@@ -250,9 +253,10 @@ def next_turn(
     tools: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
 ) -> NDArray[np.int64] | None:
-    """Return the token ids that a conversation adds to a snapshot of its beginning.
+    """Return the token ids that a conversation adds to a snapshot of its beginning; None if it does not begin so.
 
-    The ids are the end of the last answer, and everything after it.
+    The ids are the end of the last answer, and everything after it. The result is also None without a chat template or
+    tokenizer.
     """
     if engine.chat_template is None or engine.tokenizer is None:
         return None
@@ -273,7 +277,7 @@ class _KnownNames:
     """The names of all sessions that were ever stored and not deleted, whether or not their state still exists.
 
     The names distinguish a session whose state is lost from a new session. The 10,000 most recently used names are
-    kept, in the folder as empty files.
+    kept, in the folder of sessions as empty files.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -348,7 +352,7 @@ def _open_lock(path: Path) -> int:
 
 
 def _claimed(folder: Path, shared: bool) -> int:
-    """Return an open file whose lock keeps other processes from the folder, unless they all share it."""
+    """Return an open file whose lock keeps other processes from the folder of sessions, unless they all share it."""
     number = _open_lock(folder / ".servers")
     try:
         fcntl.flock(number, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -367,7 +371,7 @@ def _claimed(folder: Path, shared: bool) -> int:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of the folder, so that no other process changes it between a check and a rename."""
+    """Hold the lock of the folder of sessions, so that no other process changes it between a check and a rename."""
     with problems("the folder of sessions"):
         number = _open_lock(folder / ".lock")
     try:
@@ -389,10 +393,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _lock_turn(number: int, name: str, kind: int) -> bool:
-    """Lock or unlock one byte of a file for a session, and return whether that was possible.
+    """Lock or unlock one byte of a file for a session (conversation), and return whether that was possible.
 
-    A byte of one file for each name, because a file for each name could never be deleted: another process may be
-    opening it.
+    All sessions share one lock file, with a byte for each name. A file for each name could never be deleted, because
+    another process may be opening it.
     """
     place = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
     try:

@@ -88,7 +88,7 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """The state of one sequence at a moment: its tokens, KV cache, sampler and settings. It is not changed."""
+    """The state of one sequence at a moment, which is never changed: tokens, KV cache, sampler and settings."""
 
     origin: Origin  # digests of its artifact
     # Tokens of prompt and answer [n] int64. The cache contains the first `counters.length` of them, never the last
@@ -214,8 +214,8 @@ def _read_tensors(entries: Any, data: memoryview) -> dict[str, NDArray[Any]]:
 def _check(snapshot: Snapshot, manifest: Manifest) -> None:
     """Check that a deserialized snapshot fits the artifact's cache plan and vocabulary.
 
-    Shapes and types must fit the cache plan, counters the occupied slots, and ids the vocabulary. A snapshot that
-    passes can be run, and no cache of it exceeds its capacity.
+    Shapes and types must fit the cache plan, counters the occupied slots, and token ids the vocabulary. A snapshot that
+    passes can be run, and fits into the capacity of every cache.
     """
     plan, ids, counters = manifest.cache, snapshot.ids, snapshot.counters
     if ids.dtype != np.int64 or ids.ndim != 1 or not 0 <= counters.length <= len(ids):
@@ -237,7 +237,10 @@ def _check(snapshot: Snapshot, manifest: Manifest) -> None:
 
 
 def _check_selections(snapshot: Snapshot, manifest: Manifest) -> dict[str, None]:
-    """Check a snapshot's positions of the cache entries that decode steps read; return the names of their tensors."""
+    """Check a snapshot's positions of the cache entries that decode steps read; return the names of their tensors.
+
+    A snapshot has such positions only if the recipe sets `cache.periodic`.
+    """
     most = manifest.recipe.cache.periodic.slots
     layers = {f"past_key_values.{i}.{READ}": layer for i, layer in enumerate(manifest.cache.caches)}
     if most is None or not layers.keys() & snapshot.state.keys():

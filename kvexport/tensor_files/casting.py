@@ -87,7 +87,7 @@ def read_blocks(entry: TensorEntry) -> Iterator[bytes]:
 def require_finite(entry: TensorEntry, block: bytes | memoryview, at: int) -> None:
     """Raise UsageError if a value in a block of a tensor's bytes is infinite or NaN.
 
-    `at` is the number of the tensor's bytes before the block.
+    The number of the tensor's bytes before the block is `at`.
     """
     signed, exponent = _EXPONENT[entry.dtype]
     bits = np.frombuffer(block, signed)
@@ -106,7 +106,7 @@ def require_finite(entry: TensorEntry, block: bytes | memoryview, at: int) -> No
 
 
 def _cast(block: bytes, stored: str, dtype: Dtype) -> tuple[np.ndarray[Any, Any], int]:
-    """Return the values of a block cast to a dtype, all finite, and the number of values that became infinite.
+    """Return the finite values of a block of bytes cast to a dtype, and the number of values that became infinite.
 
     All values pass through float32, as in PyTorch.
     """

@@ -57,13 +57,13 @@ class AdapterFiles:
 
     @property
     def base(self) -> str:
-        """The model that the adapter was trained on, as PEFT names it: a hub id or a folder; "" if it names none."""
+        """The model that a LoRA adapter was trained on, as PEFT names it: a hub id or a folder; "" if none is named."""
         name = self.config.get("base_model_name_or_path")
         return name if isinstance(name, str) else ""
 
     @property
     def transposed(self) -> bool:
-        """Whether the checkpoint of the adapter stores weights as [inputs, outputs] (`fan_in_fan_out`)."""
+        """Whether the LoRA adapter's checkpoint stores weights as [inputs, outputs] (`fan_in_fan_out`)."""
         return bool(self.config.get("fan_in_fan_out"))
 
     def scale(self, module: str) -> float:
@@ -96,7 +96,7 @@ def read_adapter(folder: Path, setting: str) -> AdapterFiles:
 
 
 def matching_name(module: str, names: Iterable[str]) -> str | None:
-    """Return the name among `names` that refers to a module of an adapter; None if no or several names do.
+    """Return the module of a model that a module of a LoRA adapter means; None if no or several `names` match.
 
     The prefix of a module's name may differ: it depends on whether the checkpoint is of a wrapper, a text model or a
     base model.

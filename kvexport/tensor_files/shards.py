@@ -40,7 +40,7 @@ class Shard:
 
 
 def list_shards(path: Path) -> dict[str, frozenset[str] | None]:
-    """Return for each shard's file name the tensors that the checkpoint's index takes from it; None for all of them."""
+    """Return the tensors that a checkpoint's index takes from each shard, by file name; None for all tensors."""
     for name in ("model.safetensors", INDEX):
         if is_present(path / name):
             return {name: None} if name != INDEX else _read_index(path / name)
@@ -192,7 +192,7 @@ def _is_sizes(value: object) -> TypeGuard[list[int]]:
 def own_links(folder: Path) -> Iterator[None]:
     """Allow symbolic links in the checkpoint `folder` that lead out of it, within this context.
 
-    kvexport itself writes this checkpoint, for example as links to another checkpoint's files.
+    kvexport itself writes such a checkpoint, for example as links to another checkpoint's files.
     """
     real = folder.resolve()
     _OWN.add(real)
@@ -205,8 +205,8 @@ def own_links(folder: Path) -> Iterator[None]:
 def refuse_link(file: Path) -> None:
     """Raise UsageError if a file of a checkpoint is a link that leads elsewhere or back to itself.
 
-    Such a link could copy any file of this machine into an artifact. Links within the checkpoint are allowed, and so
-    are those of the hub's cache, from snapshots/COMMIT to blobs.
+    A link out of the checkpoint could copy any file of the machine into an artifact. Links within the checkpoint are
+    allowed, and so are those of the Hugging Face hub's cache, from snapshots/COMMIT to blobs.
     """
     loop = UsageError(f"{file} is a link that leads back to itself", f"download {file.name} again")
     try:

@@ -1,1 +1,1 @@
-"""The trace of a model, and the ONNX graphs of an artifact that are made from it."""
+"""The trace of a model, and the ONNX graphs of an artifact that are made from the trace."""

@@ -1,11 +1,11 @@
-"""LoRA adapters in a traced decoder: the products of each projection with matrices that are inputs of the graph.
+"""LoRA adapters in a traced decoder: nodes that add each adapter's change to the output of a projection.
 
     p = MatMul(x, Transpose(w))             w a weight [outputs, inputs] of a numbered layer, perhaps with a bias added
 =>  y = Add(p, MatMul(Mul(MatMul(x, Transpose(first)), adapter_rows), second))
 
-`first` [rows, inputs] has the rows of the matrices A of all adapters, and `second` [rows, outputs] the rows of their
-matrices B, transposed and scaled. `adapter_rows` [B, 1, rows] is 1 for the rows of a lane's adapter, and 0 for all
-others.
+The matrices are inputs of the ONNX graph. `first` [rows, inputs] is the LoRA matrices A of all adapters, one below the
+other, and `second` [rows, outputs] is their matrices B, transposed and scaled. `adapter_rows` [B, 1, rows] is 1 for the
+rows of the adapter that a batch lane uses, and 0 for all other rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from kvexport.export.model.probe import probe_layers
 from kvexport.export.passes.nodes import dims, is_op, known_shape, permutes
 from kvexport.tensor_files.shards import some_names
 
-# A weight of a layer. The head and the embeddings, which belong to no layer, take no adapters.
+# The name of a weight of a numbered layer. The output head and the embeddings, which belong to no layer, take no
+# adapters.
 _MODULE = re.compile(r".+\.\d+\..+")
 _WEIGHT = re.compile(rf"model\.(?P<module>{_MODULE.pattern})\.weight")
 
@@ -47,10 +48,10 @@ def put_adapters(graph: ir.Graph, targets: Sequence[str] | None) -> dict[str, tu
 def projection_sizes(
     model: torch.nn.Module, mode: FakeTensorMode, targets: Sequence[str] | None
 ) -> dict[str, tuple[int, int]]:
-    """Return the sizes that `put_adapters` returns, for a model that is not traced yet.
+    """Return the (inputs, outputs) of each projection that takes LoRA adapters, for a model that is not traced yet.
 
-    A forward pass on fake tensors shows which projections receive rows [batch, tokens]. Routers and shared experts of
-    some models receive all tokens as one row of rows instead, and take no adapters.
+    A forward pass on fake tensors (tensors without data) shows which projections receive data [batch, tokens, inputs].
+    Routers and shared experts of some models receive data [tokens, inputs] instead, and take no adapters.
     """
     sizes: dict[str, tuple[int, int]] = {}
 
@@ -77,7 +78,7 @@ def projection_sizes(
 
 
 def _projection(node: ir.Node, rows: tuple[int | str, ...]) -> str:
-    """Return the module whose projection a node computes for rows [batch, tokens]; "" if it computes none."""
+    """Return the module whose projection of data [batch, tokens, inputs] a node computes; "" if it computes none."""
     if not is_op(node, "MatMul") or known_shape(node.inputs[0])[:-1] != rows:
         return ""
     transpose = node.inputs[1].producer() if node.inputs[1] is not None else None
@@ -122,7 +123,7 @@ def _put(graph: ir.Graph, module: str, product: ir.Node, mask: ir.Value) -> tupl
 
 
 def _with_bias(product: ir.Node) -> ir.Node:
-    """Return the node that adds the bias of a projection to its product; the product if it has no bias."""
+    """Return the node that adds a projection's bias to its matrix product; the product's node if there is no bias."""
     uses = list(product.outputs[0].uses())
     node = uses[0].node if len(uses) == 1 else product
     biased = is_op(node, "Add") and any(x is not None and x.is_initializer() and len(dims(x)) == 1 for x in node.inputs)

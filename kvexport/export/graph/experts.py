@@ -1,7 +1,7 @@
-"""The Experts nodes (mixture of experts) of a traced decoder.
+"""The Experts nodes of a traced decoder: kvexport's operator for the experts of a mixture of experts.
 
-The form of a node describes the computation of its experts. Each node gets the inputs of its form, and the name of the
-ONNX function of that form.
+An Experts node has a form (`ExpertsForm`): its activation, gate and biases, and the formats of its packed weights. Each
+node gets the inputs that its form has, and the name of the ONNX function of that form.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvexport.ops.onnx_function import DOMAIN
 from kvexport.ops.packed import PackedFormat
 
 TRACED = ExpertsForm(bias=1).inputs
-"""The inputs of an Experts node in a trace; those that its form does not have are None."""
+"""The inputs of an Experts node in a trace; inputs that the node's form does not have are None."""
 
 
 def finish_experts(
@@ -73,7 +73,7 @@ def _packed(
 
 
 def _parts(graph: ir.Graph, value: ir.Value, packing: PackedFormat) -> list[ir.Value]:
-    """Replace an initializer [experts, outputs, inputs] by the tensors of its packed form, without data."""
+    """Replace an initializer [experts, outputs, inputs] by the tensors of its packed format, without data."""
     assert value.shape is not None and value.name is not None
     experts, outputs, inputs = value.shape.numpy()
     del graph.initializers[value.name]

@@ -1,4 +1,4 @@
-"""The two ONNX graphs of an artifact, decoder.onnx and merge.onnx, from a traced decoder and a cache plan."""
+"""The ONNX graphs decoder.onnx, merge.onnx and vision.onnx of an artifact, made from traces and the cache plan."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ PLUGIN = {"plugin_version": "1", "plugin_namespace": DOMAIN}
 def attention_functions(
     plan: CachePlan, method: Method, geometry: list[LayerGeometry], dtype: str
 ) -> list[list[onnx.FunctionProto]]:
-    """Return the ONNX functions of each layer's VoteAttention, its own first. Equal layers share them."""
+    """Return the ONNX functions of each layer's VoteAttention (kvexport's attention operator).
+
+    The first function of a layer is that of VoteAttention itself, the others are called by it. Equal layers share
+    functions.
+    """
     return [
         vote_attention_functions(
             layer_attributes(method, layer, cache.value_prefix),
@@ -72,10 +76,10 @@ def finish_decoder(
     float_input: bool,
     library: bool,
 ) -> onnx.ModelProto:
-    """Turn the traced PyTorch decoder into the ONNX decoder that an artifact stores.
+    """Turn a traced decoder into the ONNX graph decoder.onnx of an artifact.
 
-    Weights become external data, KV caches become inputs and outputs of the graph, and the ONNX function of each
-    VoteAttention (the attention operator) is added.
+    Weights become external data, matrix products become Linear nodes, and the ONNX functions of kvexport's operators
+    are added to the graph.
     """
     expert_forms = finish_experts(model.graph, packings, float_input=float_input)
     matrices = {name: x for name, x in packings.items() if not is_experts_weight(model.graph, name)}
@@ -105,7 +109,7 @@ def finish_decoder(
 
 
 def finish_encoder(model: ir.Model, locations: Mapping[str, Location], folder: Path) -> onnx.ModelProto:
-    """Turn the traced image encoder into vision.onnx, whose weights are external data."""
+    """Turn a traced image encoder into the ONNX graph vision.onnx, whose weights are external data."""
     _put_weights(model.graph, locations, {}, folder)
     run_passes(model, ENCODER_PASSES)
     name_nodes(model.graph)
@@ -114,7 +118,7 @@ def finish_encoder(model: ir.Model, locations: Mapping[str, Location], folder: P
 
 
 def _put_weights(graph: ir.Graph, locations: Mapping[str, Location], renamed: Mapping[str, str], folder: Path) -> None:
-    """Make the initializers without data external data at their locations; `renamed` has names of packed ones."""
+    """Make initializers without data external data at their locations; `renamed` has other names for them there."""
     for name, value in graph.initializers.items():
         if value.const_value is None:
             location = locations[renamed.get(name, name)]
@@ -131,9 +135,10 @@ def _put_weights(graph: ir.Graph, locations: Mapping[str, Location], renamed: Ma
 
 
 def open_slots(decoder: onnx.ModelProto, plan: CachePlan) -> None:
-    """Make the number of cache slots a free dimension of the decoder, so that caches of any size can use its graph.
+    """Make the number of KV-cache slots a free dimension of the decoder, so that caches of any size can use one graph.
 
-    All KV heads of a layer have one capacity, so only the shapes of inputs and outputs contain the number of slots.
+    This is possible because all KV heads of a layer have one capacity: only the shapes of inputs and outputs then
+    contain the number of slots.
     """
     axes = {
         name: x.slot_axis
@@ -147,10 +152,10 @@ def open_slots(decoder: onnx.ModelProto, plan: CachePlan) -> None:
 
 
 def merge_model(plan: CachePlan, method: Method) -> onnx.ModelProto | None:
-    """Return merge.onnx, the graph that evicts and merges cache entries until every head is within its budget.
+    """Return merge.onnx, the graph that evicts and merges KV-cache entries until each KV head is within its budget.
 
-    Its inputs and outputs are the cache state of every layer that can exceed its budget. The result is None if no layer
-    can.
+    The inputs and outputs are the cache state of every layer that can exceed its budget of slots. The result is None if
+    no layer can.
     """
     nodes, inputs, outputs = [], [], []
     functions: dict[tuple[str, str], onnx.FunctionProto] = {}
@@ -198,7 +203,7 @@ def _set_attributes(node: onnx.NodeProto, overload: str, attributes: dict[str, A
 
 
 def _finish(proto: onnx.ModelProto, functions: list[onnx.FunctionProto]) -> onnx.ModelProto:
-    """Attach functions to an ONNX model, set its versions, and remove the exporter's notes about the machine."""
+    """Attach functions to an ONNX model, set its versions, and remove the exporter's notes about this machine."""
     proto.ir_version = IR_VERSION
     proto.producer_name, proto.producer_version, proto.doc_string = "kvexport", "", ""
     del proto.opset_import[:]

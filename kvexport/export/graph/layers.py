@@ -2,9 +2,9 @@
 
 Two layers compute the same function if they call the same operations in the same order, with the same numbers and on
 corresponding tensors. Corresponding tensors are parameters with the same name, equal constants, results of
-corresponding operations, the hidden states at the inputs, and tensors that all layers share (position embeddings).
-Every difference is therefore detected, no matter whether it comes from the config, a module's type, an attribute or the
-index of the layer.
+corresponding operations, the hidden states at the inputs, and tensors that all layers share (position embeddings). A
+difference is therefore found wherever it comes from: the config, a module's type, an attribute, or the index of the
+layer.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.lay
 class Layers:
     name: str  # name of the model's module list that has the layers
     modules: tuple[nn.Module, ...]
-    first: tuple[int, ...]  # for each layer the number of the first layer that computes the same
+    first: tuple[int, ...]  # for each layer, the number of the first layer that computes the same function
 
     def traced(self) -> tuple[int, ...]:
         return tuple(i for i, first in enumerate(self.first) if self.first[:i].count(first) < 2)
 
 
 def find_layers(model: Any, mode: FakeTensorMode) -> Layers | None:
-    """Return the decoder layers of `model`, grouped by what they compute.
+    """Return the decoder layers of `model`, grouped by the function that they compute.
 
-    Returns None if copies of layers are not possible: the layers are not one list, or more than one hidden state
-    connects a layer with the next.
+    The result is None if one layer cannot be a copy of another: the layers are not in one list, or more than one hidden
+    state connects a layer with the next.
     """
     name, modules = layer_list(model)
     if not modules:
@@ -60,10 +60,7 @@ def find_layers(model: Any, mode: FakeTensorMode) -> Layers | None:
 
 @contextlib.contextmanager
 def wrapped(modules: Mapping[int, nn.Module], call: Callable[..., Any]) -> Iterator[None]:
-    """Replace the forward of each decoder layer in `modules` within this context.
-
-    Layer i then runs ``call(i, own forward, ...)``.
-    """
+    """Make each decoder layer i in `modules` run ``call(i, own forward, ...)`` while this context is active."""
     for i, module in modules.items():
         module.forward = partial(call, i, module.forward)
     try:
@@ -86,9 +83,9 @@ def left_out(model: nn.Module, layers: Layers, numbers: Iterable[int]) -> Iterat
 
 
 class _PassesOn(nn.Module):
-    """A replacement for a decoder layer that is not traced, which returns its input.
+    """A replacement for a decoder layer that is not traced; it returns the hidden state that it receives.
 
-    It has all attributes of the layer but no parameters, because a trace would record them as weights.
+    It has all attributes of the layer but no parameters, because a trace would record parameters as weights.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -118,18 +115,18 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.count = count
         self.regular = True
         self.records: list[list[Any]] = []
-        self._layer: int | None = None  # the one under way
+        self._layer: int | None = None  # the layer that is running
         self._hidden: Any = None  # the hidden state, from layer to layer
-        self._origins: dict[int, tuple[int | None, int]] = {}  # tensor: the layer that made it, and its number there
+        self._origins: dict[int, tuple[int | None, int]] = {}  # by tensor: the layer that made it, and its number there
         self._number = 0
-        self._kept: list[Any] = []  # so that no id is given twice
-        self._own: dict[int, tuple[int, str]] = {}  # parameter: its layer and its name there
+        self._kept: list[Any] = []  # objects that stay alive, so that Python gives no id twice
+        self._own: dict[int, tuple[int, str]] = {}  # by parameter: its layer and its name there
         inside = re.compile(re.escape(name) + r"\.(\d+)\.(.+)")
         seen: set[int] = set()
         for parameter_name, parameter in model.named_parameters(remove_duplicate=False):
             match = inside.fullmatch(parameter_name)
             if id(parameter) in seen and (match or id(parameter) in self._own):
-                self.regular = False  # shared by layers, or by a layer and the rest
+                self.regular = False  # the parameter is shared by layers, or by a layer and the rest of the model
             if match:
                 self._own[id(parameter)] = int(match[1]), match[2]
             seen.add(id(parameter))

@@ -1,9 +1,9 @@
-"""Names of a finished decoder's nodes and values, which viewers of ONNX files show.
+"""Names of the nodes and values of a finished decoder's ONNX graph, which viewers of ONNX files show.
 
-A node that reads weights of the checkpoint has the name of their module, such as model.layers.0.self_attn.o_proj; the
-products of one Linear are joined by "+". The name of any other node consists of the block of the nodes before it and of
-its operator, such as model.layers.0.VoteAttention. A value has the name of its node. The name of a constant consists of
-its type and numbers.
+A node that reads weights of the checkpoint has the name of the weights' module, such as
+model.layers.0.self_attn.o_proj; the modules of a Linear node with several products are joined by "+". Any other node is
+named by the layer of the nodes before it and by its operator, such as model.layers.0.VoteAttention. A value has the
+name of the node that computes it. A constant is named by its type and numbers.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import onnx_ir as ir
 from kvexport.export.passes.linear.forms import form_of, is_linear
 from kvexport.ops.names import name_constants, unique_names
 
-# The tracer names the weight of a module model.MODULE.weight, and packing adds the names of its parts.
+# The tracer names the weight of a module model.MODULE.weight. A packed weight consists of several tensors, whose names
+# have one more part.
 _WEIGHT = re.compile(r"model\.(?P<module>.+?)\.(?:weight|bias)(?:\..+)?")
 _BLOCK = re.compile(r"(?P<block>.+?\.\d+)(?:\..*)?")
-# Names that the export gives, with the weight or the cache that a node belongs to.
+# Beginnings of names that the export gives to nodes; they name the weight or the KV cache of a node.
 _GIVEN = ("adapters.", "cache.", "caches.", "kvexport.", "model.")
 
 
 def name_nodes(graph: ir.Graph) -> None:
-    """Name the nodes, values and constants of a decoder's graph, in place, except inputs, outputs and weights."""
+    """Name the nodes, values and constants of a decoder's graph in place, except inputs, outputs and weights."""
     given = [node for node in graph if str(node.name).startswith(_GIVEN)]
     constants = [
         value
@@ -55,14 +56,14 @@ def _name_outputs(node: ir.Node, modules: list[str], kept: Container[ir.Value], 
 
 
 def _modules(node: ir.Node) -> list[str]:
-    """Return the modules of the weights that a node reads, each once, without the norm of a Linear."""
+    """Return the modules of the weights that a node reads, each once; the norm of a Linear node is left out."""
     norm = node.inputs[1] if is_linear(node) and form_of(node).norm else None
     names = [str(value.name) for value in node.inputs if value is not None and value is not norm]
     return list(dict.fromkeys(match["module"] for name in names if (match := _WEIGHT.fullmatch(name))))
 
 
 def _joined(node: ir.Node, modules: list[str]) -> str:
-    """Return the name of a node by the modules of its weights; "" without weights."""
+    """Return the name of a node, made from the modules of its weights; "" if it has no weights."""
     if not modules:
         return ""
     if not is_linear(node):

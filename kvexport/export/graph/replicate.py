@@ -1,8 +1,8 @@
 """Copies of a traced decoder layer for all the layers that compute the same function.
 
-Such a trace contains a few layers between borders: LayerBorder nodes where the hidden state enters and leaves a layer.
-A layer consists of the nodes that depend on the hidden state within its borders or on the layer's own parameters. All
-other values that they read (positions, rotary tables, sizes, constants) are shared by all layers.
+The trace contains only a few layers. LayerBorder nodes mark where the hidden state enters and leaves a layer. To a
+layer belong the nodes that depend on the hidden state within its borders or on the layer's own parameters. All other
+values that these nodes read (positions, rotary tables, sizes, constants) are shared by all layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BORDER = "LayerBorder"
 
 @dataclass
 class _Layer:
-    """A decoder layer in a trace: its number, its nodes in order, and its hidden states at the start and the end."""
+    """A decoder layer in a trace: its number, its border nodes at entry and exit, and its nodes in order."""
 
     number: int
     entry: ir.Node
@@ -32,10 +32,10 @@ class _Layer:
 
 
 def replicate_layers(model: ir.Model, layers: Layers, plan: CachePlan) -> bool:
-    """Complete a trace that has only the layers `layers.traced()`, so that its graph has all decoder layers.
+    """Complete a trace that has only the layers `layers.traced()`; return whether this is possible.
 
-    Every other layer becomes a copy of the first layer of its kind, with its own parameters and state. The border nodes
-    are removed.
+    Every missing layer becomes a copy of the first layer that computes the same function, with its own parameters and
+    cache state. The border nodes are removed.
     """
     graph = model.graph
     prefix = f"model.{layers.name}."
@@ -66,7 +66,7 @@ def replicate_layers(model: ir.Model, layers: Layers, plan: CachePlan) -> bool:
 def _find_layers(graph: ir.Graph, prefix: str, plan: CachePlan) -> dict[int, _Layer]:
     """Return the traced decoder layers by number, found between the nodes that mark their borders.
 
-    The result is empty if more than one hidden state connects the layers.
+    The result is empty if the layers are not connected by a single hidden state.
     """
     borders = {
         tuple(node.attributes[a].as_int() for a in ("layer", "end")): node for node in graph if node.op_type == BORDER
@@ -101,7 +101,7 @@ def _find_layers(graph: ir.Graph, prefix: str, plan: CachePlan) -> dict[int, _La
 
 
 def _renamed(name: str, i: int, j: int, prefix: str) -> str | None:
-    """Return the name in layer j of the value that is called `name` in layer i; None for a value that layers share."""
+    """Return what a value that is called `name` in layer i is called in layer j; None for a value that layers share."""
     for start in (prefix, "past_key_values.", "present."):
         if name.startswith(f"{start}{i}."):
             return f"{start}{j}." + name.removeprefix(f"{start}{i}.")
@@ -111,7 +111,7 @@ def _renamed(name: str, i: int, j: int, prefix: str) -> str | None:
 def _do_the_same(first: _Layer, other: _Layer, prefix: str) -> bool:
     """Return whether two traced layers compute the same function of hidden state, parameters and cache state.
 
-    The comparison starts at the layers' outputs and goes back to their inputs.
+    The comparison goes back from the outputs of the layers to their inputs.
     """
     if first is other:
         return True
@@ -149,7 +149,7 @@ def _same_leaf(x: ir.Value, y: ir.Value, i: int, j: int, prefix: str) -> bool:
 
 
 def _meaning(node: ir.Node) -> tuple[Any, ...]:
-    """Return a node's operator and attributes without the number of its layer, to compare nodes of two layers."""
+    """Return a node's operator and attributes, without the layer's number, to compare nodes of two layers."""
     attributes = {
         name: attribute.value for name, attribute in node.attributes.items() if (node.domain, name) != (DOMAIN, "layer")
     }
@@ -166,7 +166,7 @@ def _bytes(tensor: ir.TensorProtocol) -> tuple[Any, ...]:
 def _copy(
     graph: ir.Graph, layer: _Layer, j: int, hidden: ir.Value | None, prefix: str, plan: CachePlan
 ) -> ir.Value | None:
-    """Add a copy of a traced layer to the graph as layer j, with input `hidden`, and return its output hidden state.
+    """Add a copy of a traced layer to the ONNX graph as layer j with input `hidden`; return its output hidden state.
 
     The parameters of the copy have no data.
     """
@@ -208,9 +208,9 @@ def _copy(
 
 
 def _state_order(value: ir.Value, plan: CachePlan) -> tuple[int, int]:
-    """Return the sort key of a graph input or output: layers by number, and a layer's cache state as in the contract.
+    """Return the sort key of a graph's input or output: other values first, then cache state by layer.
 
-    Values that are not cache state stay in front, in their order.
+    Within a layer the state tensors have the order of the contract (docs/reference/contract.md).
     """
     match = re.fullmatch(r"(?:past_key_values|present)\.(\d+)\.(\w+)", str(value.name))
     if not match:

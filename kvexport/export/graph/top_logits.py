@@ -1,6 +1,6 @@
-"""The ONNX graph top_logits.onnx, which finds the largest logits of every row.
+"""The ONNX graph top_logits.onnx, which finds the largest logits of every row (one token's logits).
 
-The graph runs on the device that computed the row, so that no whole row has to be copied to the host.
+The graph runs on the device that computed the logits, so that whole rows need not be copied to the host.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from onnx import TensorProto, helper, numpy_helper
 from kvexport.export.graph.graphs import IR_VERSION
 from kvexport.ops.to_onnx import OPSET
 
-# The largest logits of a row, where the vocabulary is not smaller. ONNX Runtime's TopK on CUDA divides a row among
-# blocks only for at most 256 sorted results along the last dimension (docs/concepts/cuda-kernels.md).
+# How many of the largest logits are found, unless the vocabulary is smaller. ONNX Runtime's TopK on CUDA divides a row
+# among thread blocks only for at most 256 sorted results along the last dimension (docs/concepts/cuda-kernels.md).
 COUNT = 256
 
 
 def top_logits_model(vocabulary: int) -> onnx.ModelProto:
     """Return the ONNX graph that finds the largest logits of every row.
 
-    logits [B, 1, vocabulary] float32 -> values [B, 1, n] float32, descending; ids [B, 1, n] int32; mass [B, 1, 1]
-    float32, the sum over the row of exp(logit - largest logit); token [B, 1] int64, the lowest id of the largest logit.
-    n is the smaller of COUNT and `vocabulary`. `kvexport.language.top_logits` reads these outputs, except `token`,
+    The input is logits [B, 1, vocabulary] float32. With n the smaller of COUNT and `vocabulary`, the outputs are:
+    values [B, 1, n] float32, the n largest logits, descending; ids [B, 1, n] int32, their token ids; mass [B, 1, 1]
+    float32, the sum over the row of exp(logit - largest logit); token [B, 1] int64, the lowest id of the largest logit,
     which may be the decoder's next input. If a row has NaN, `token` is the last id of the vocabulary.
     """
     n = min(COUNT, vocabulary)
@@ -33,7 +33,7 @@ def top_logits_model(vocabulary: int) -> onnx.ModelProto:
         helper.make_node("Sub", ["logits", "largest"], ["below"], name="below"),
         helper.make_node("Exp", ["below"], ["weights"], name="weights"),
         helper.make_node("ReduceSum", ["weights", "last"], ["mass"], name="mass", keepdims=1),
-        # TopK may order equal logits in any way on some devices, and greedy decoding takes the lowest id.
+        # Some devices' TopK order equal logits in any way, but greedy decoding takes the lowest id.
         helper.make_node("Equal", ["values", "largest"], ["equal"], name="equal"),
         helper.make_node("Where", ["equal", "places", "end"], ["candidates"], name="candidates"),
         helper.make_node("ReduceMin", ["candidates", "last"], ["token"], name="token", keepdims=0),

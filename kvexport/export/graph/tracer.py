@@ -1,4 +1,4 @@
-"""The decoder graph: a Hugging Face decoder traced without its weights, with VoteAttention nodes as its attention."""
+"""The trace of a Hugging Face decoder without its weights as an ONNX graph, with VoteAttention nodes as attention."""
 
 from __future__ import annotations
 
@@ -51,15 +51,16 @@ def layer_attributes(method: Method, layer: LayerGeometry, value_prefix: int = 0
 
 
 def used_slots(votes: Tensor, heads: int) -> Tensor:
-    """Return the number of used slots [B, 1] int64 of a KV head in each lane, from votes [B, S]; empty slots have 0.
+    """Return the number of occupied slots [B, 1] int64 of a KV head in each lane, from votes [B, S] of all heads.
 
-    All heads use equally many slots. With `cache.positions: cache` this number is the next token's position.
+    Votes are the number of tokens that a KV-cache slot stands for, 0 for an empty slot. All `heads` have equally many
+    occupied slots. With `cache.positions: cache` this number is the next token's position.
     """
     return torch.div((votes > 0).to(torch.int64).sum(-1, keepdim=True), heads, rounding_mode="floor")
 
 
-# Placeholders that only ever stand in a trace: one for a layer's attention, one for the place where the hidden state
-# enters, or comes out of, a layer of which copies will be made.
+# PyTorch operators that exist only in traces: one stands for a layer's attention. Another marks where the hidden state
+# enters or leaves a layer that will be copied.
 torch.library.define("kvexport::layer_border", "(Tensor hidden, *, int layer, int end) -> Tensor")
 torch.library.register_fake("kvexport::layer_border", lambda hidden, *, layer, end: torch.empty_like(hidden))
 
@@ -67,7 +68,7 @@ torch.library.register_fake("kvexport::layer_border", lambda hidden, *, layer, e
 def _attention_placeholder(operator: Operator) -> Any:
     """Return a PyTorch operator that stands for VoteAttention in a trace.
 
-    Its arguments are the inputs of `operator` in their order, and the layer's number.
+    Its arguments are the inputs of `operator` in their order, and the number of the layer.
     """
     inputs = tuple((x.name, x.optional) for x in operator.inputs)
     return _placeholder(inputs, tuple(x.name for x in operator.outputs))
@@ -75,11 +76,8 @@ def _attention_placeholder(operator: Operator) -> Any:
 
 @cache
 def _placeholder(inputs: tuple[tuple[str, bool], ...], outputs: tuple[str, ...]) -> Any:
-    """Return a PyTorch operator that becomes an ONNX node in a trace.
-
-    The operator depends on the names of its inputs and outputs alone, not on sizes.
-    """
-    # PyTorch knows one operator of a name: inputs that are not everybody's are part of it.
+    """Return a PyTorch operator that becomes an ONNX node in a trace, for the given input and output names."""
+    # PyTorch knows one operator of a name, so the name contains those inputs that only some methods have.
     names = [name for name, _ in inputs]
     name = "_".join(["kvexport::vote_attention", *names[len(VOTE_ATTENTION.inputs) :]])
     declared = [f"Tensor{'?' if optional else ''} {each}" for each, optional in inputs]
@@ -96,7 +94,7 @@ def _placeholder(inputs: tuple[tuple[str, bool], ...], outputs: tuple[str, ...])
 
 
 class _Tracing:
-    """The attention of a model in a trace: one VoteAttention placeholder per cache, and the caches' present state."""
+    """The attention of a model in a trace: a VoteAttention placeholder and the present state for each KV cache."""
 
     def __init__(
         self,
@@ -148,7 +146,7 @@ class _Decoder(nn.Module):
     """The PyTorch module that is traced as decoder.onnx.
 
     It maps (input_ids, query_length, past_length, past cache state) to (logits, present_length, present cache state).
-    With `images` the rows of images and their places follow past_length.
+    With `images`, image embeddings and their places in the sequence follow past_length among the inputs.
     """
 
     def __init__(
@@ -182,8 +180,8 @@ class _Decoder(nn.Module):
             first = self.plan.caches[0]
             used = used_slots(state[self.layers[0]]["past_votes"], first.kv_heads)
             rotated_by = used + step
-            # No caller brings more than there is room for. That it depends on the votes is what counts: none of them is
-            # written over before they are read here.
+            # No caller brings more tokens than there is room for. The minimum makes this value depend on the votes, so
+            # that the graph reads the votes before it overwrites them.
             fitting = torch.minimum(query_length, first.capacity[0] - used)
         tracing = _Tracing(self.operator, self.plan, self.attributes, position, fitting, state)
         self.token_logits.query_length = query_length if self.last_logits else None
@@ -191,7 +189,8 @@ class _Decoder(nn.Module):
             logits = self.model(input_ids=input_ids, position_ids=rotated_by, **states.as_arguments(self.model)).logits
         present = [x for i in self.layers for x in tracing.present[i]]
         present += [states.present[place] for place in recurrent]
-        # Computed from `position`: both lengths may be bound to one buffer, which must be read before it is written.
+        # This is computed from `position`, because both lengths may be bound to one buffer, which must be read before
+        # it is overwritten.
         return (logits.float(), position[:, :1] + query_length, *present)
 
 
@@ -208,16 +207,16 @@ def trace_decoder(
     attributes: Sequence[VoteAttentionAttributes] = (),
     images: bool = False,
 ) -> ir.Model:
-    """Trace decoder.onnx as an optimized ONNX IR model with one VoteAttention node per layer that has a cache.
+    """Trace decoder.onnx as an optimized ONNX IR model with one VoteAttention node for each layer that has a KV cache.
 
-    The VoteAttention nodes have only the numbers of their layers as attributes. Initializers have no data;
-    `initializer_names` returns their names. If several layers compute the same function, the first
-    one is traced, and the second one as a check.
+    The VoteAttention nodes have only the number of their layer as an attribute. Initializers have no data;
+    `initializer_names` returns their names. If several layers compute the same function, only the first is traced, and
+    the second as a check; the others are copies.
     """
     decoder = _Decoder(model, plan, attributes, last_logits, images).eval()
     layers = find_layers(model, mode) if not plan.attention_layers else None
     if layers and len(layers.traced()) < len(plan.caches):
-        with contextlib.suppress(UsageError):  # what cannot be traced at all, the trace of the whole says
+        with contextlib.suppress(UsageError):  # the trace of the whole model below raises the error again
             traced = _trace_some(decoder, mode, plan, layers)
             if replicate_layers(traced, layers, plan):
                 return traced
@@ -225,7 +224,7 @@ def trace_decoder(
 
 
 def _trace_some(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers: Layers) -> ir.Model:
-    """Trace the decoder with the layers `layers.traced()` alone, each between two nodes that mark its borders."""
+    """Trace the decoder with only the layers `layers.traced()`, each between two nodes that mark its borders."""
     numbers = layers.traced()
     rest = [i for i in range(len(plan.caches)) if i not in numbers]
     border = torch.ops.kvexport.layer_border
@@ -315,21 +314,22 @@ def _reason(error: Exception) -> str:
 def _shape_experts(graph: ir.Model, model: Any) -> None:
     names = initializer_names(model)
     for name, layout in expert_layouts(model).items():
-        value = graph.graph.initializers.get(names.get(name, ""))  # experts of an encoder are left out
+        value = graph.graph.initializers.get(names.get(name, ""))  # None for the experts of an image encoder
         if value is not None:
             assert value.shape is not None
             value.shape = ir.Shape(layout.artifact_shape(value.shape.numpy()))
 
 
 def _optimize(model: ir.Model, parameters: Iterable[str]) -> None:
-    # Without their data, so that no pass can load them: folding alone would hold every transposed matrix in memory.
+    # Parameters lose their data before the passes, because constant folding would hold every transposed matrix in
+    # memory.
     for name in parameters:
         if name in model.graph.initializers:
             model.graph.initializers[name].const_value = None
     optimize(model)
     with quiet_exporter():
         optimizer.remove_unused_nodes(model)
-        CommonSubexpressionEliminationPass()(model)  # each fused RotaryEmbedding has a sine and cosine of its own
+        CommonSubexpressionEliminationPass()(model)  # else each fused RotaryEmbedding has its own sines and cosines
 
 
 def _operator(
@@ -339,10 +339,7 @@ def _operator(
     attributes: Sequence[str] | Mapping[str, str],
     optional: Sequence[str] = (),
 ) -> Any:
-    """Return the translation of a PyTorch placeholder operator to an ONNX node.
-
-    Every input and output has a type variable of its own.
-    """
+    """Return the translation of a PyTorch placeholder to an ONNX node; each input and output may have any type."""
     types = {"int": OpSchema.AttrType.INT, "float": OpSchema.AttrType.FLOAT, "str": OpSchema.AttrType.STRING}
     typed = attributes if isinstance(attributes, Mapping) else dict.fromkeys(attributes, "int")
     kinds = ["tensor(float)", "tensor(float16)", "tensor(int32)", "tensor(int64)"]

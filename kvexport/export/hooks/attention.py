@@ -1,8 +1,8 @@
-"""The attention hook: one attention function, one mask function and one cache object for every decoder.
+"""The attention hook: one attention function, mask function and cache object that serve every decoder of transformers.
 
 transformers calls a registered function for every attention layer, with everything that attention needs (query, key,
-value, scale, window, softcap, sink logits). That function calls the `Attending` object of the current context: a probe,
-the tracer, or the PyTorch reference.
+value, scale, window, softcap, sink logits). The registered function calls the `Attending` object of the current
+context: a probe, the tracer, or the PyTorch reference.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ IMPLEMENTATION = "kvexport"
 
 class Attending(Protocol):
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        """Return the attention output [B, Hq, T, Dv] of one layer.
+        """Return the attention output [B, Hq, T, Dv] of one layer: batch, query heads, tokens, size of a value.
 
         Args:
-            module: The layer's attention module.
-            query: [B, Hq, T, D].
-            key: [B, H, T, D], the new tokens' keys.
-            value: [B, H, T, Dv], the new tokens' values.
-            options: The other arguments that transformers passes, such as the scale; `layer`, the layer's number; and
-                `reads`, the number of the layer whose keys and values these are, or None for the layer's own.
+            module: The attention module of the layer.
+            query: The queries [B, Hq, T, D].
+            key: The new tokens' keys [B, H, T, D], with H KV heads.
+            value: The new tokens' values [B, H, T, Dv].
+            options: The other arguments from transformers, such as the scale; `layer`, the number of the layer; and
+                `reads`, the number of another layer whose keys and values are read, or None.
         """
         ...
 
     def mask(self, mask_function: Any) -> Any:
-        """Return the attention mask that layers receive; `mask_function` defines which positions a query sees."""
+        """Return the attention mask that layers receive; `mask_function` says which positions a query sees."""
         ...
 
 
 _current: ContextVar[Attending] = ContextVar("attending")
-_cached: ContextVar[dict[int, tuple[Tensor, Tensor]]] = ContextVar("cached")  # by layer, the arguments of `update`
-_attended: ContextVar[set[int]] = ContextVar("attended")  # layers that have attended to keys of their own
+_cached: ContextVar[dict[int, tuple[Tensor, Tensor]]] = ContextVar("cached")  # by layer, what `update` received
+_attended: ContextVar[set[int]] = ContextVar("attended")  # layers that have attended to their own keys
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def attending(attention: Attending) -> Iterator[None]:
 
 
 def cache_name(model: Any) -> str:
-    """Return the name of a model's argument for its cache.
+    """Return the name of the argument by which a model of transformers takes its KV cache.
 
     transformers 5.24 renamed `past_key_values` to `cache`, and warns of the old name, which 5.40 will not take.
     """
@@ -68,7 +68,7 @@ def cache_name(model: Any) -> str:
 
 
 class PassThroughCache(Cache):
-    """A cache of transformers that returns only the new keys and values.
+    """A cache object for transformers that returns only the new keys and values.
 
     The keys and values of earlier tokens are inputs of the ONNX graph instead.
     """
@@ -84,7 +84,7 @@ class PassThroughCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values. Layers with latent attention pass latents and rotated keys instead."""
+        """Return the new keys and values; for a layer with latent attention, the latents and rotated keys."""
         self.updated.add(layer_idx)
         _cached.get()[layer_idx] = key_states, value_states
         return key_states, value_states
@@ -134,14 +134,14 @@ def _attention(
     else:
         output = _current.get().attend(module, query, key, value, options)
     output = output.transpose(1, 2)
-    # Contiguous, as transformers' own functions return it: some models take views of it.
+    # The output is contiguous, as that of transformers' own functions is: some models take views of it.
     return output.contiguous(), None
 
 
 def _layers_of(module: nn.Module, key: Tensor) -> tuple[int | None, int | None]:
-    """Return the number of the layer whose attention `module` computes, and that of the layer whose keys it reads.
+    """Return the number of the layer that `module` attends for, and that of another layer whose keys it reads, or None.
 
-    Layers that share an attention module (Zamba 2) pass their numbers only to `Cache.update`, which returned `key`.
+    Layers that share an attention module (Zamba 2) pass their number only to `Cache.update`, which returned `key`.
     Layers that share keys and values (Gemma 3n, Gemma 4) attend to the keys that another layer passed to
     `Cache.update`, after that layer has attended to them.
     """
@@ -164,7 +164,7 @@ AttentionMaskInterface.register(IMPLEMENTATION, _mask)
 
 
 def output_projection(model: Any) -> Any:
-    """Return the module that projects hidden states to logits: that of a wrapper, or of the decoder inside it."""
+    """Return the module that projects hidden states to logits: of the whole model, or of a decoder inside it."""
     for module in model.modules():
         head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
         if head is not None:
@@ -173,11 +173,11 @@ def output_projection(model: Any) -> Any:
 
 
 class ImageRows:
-    """A hook that puts rows of images in the places of tokens, after the embedding of the tokens."""
+    """A hook that replaces the embeddings of some tokens by embeddings that an image encoder computed."""
 
     def __init__(self, model: Any) -> None:
-        self.rows: Tensor  # [rows, hidden]; row 0 stands in no place
-        self.places: Tensor  # [B, T], the row in the place of each token; 0 for none
+        self.rows: Tensor  # [rows, hidden]; row 0 is never used
+        self.places: Tensor  # [B, T]: for each token the row that replaces its embedding; 0 for none
         model.get_input_embeddings().register_forward_hook(self._put)
 
     def _put(self, module: nn.Module, arguments: tuple[Tensor, ...], embedded: Tensor) -> Tensor:
@@ -185,10 +185,10 @@ class ImageRows:
 
 
 class TokenLogits:
-    """A hook that makes a model compute the logits of each sequence's last token that is not padding.
+    """A hook that makes a model compute only the logits of each sequence's last token that is not padding.
 
-    The hook on the model's output projection selects that token's row. Later changes of logits by the model (softcap,
-    scaling) still happen.
+    The hook on the model's output projection selects that token's hidden state. What the model does to logits
+    afterwards (softcap, scaling) still happens.
     """
 
     def __init__(self, model: Any) -> None:

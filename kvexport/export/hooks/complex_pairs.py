@@ -1,8 +1,8 @@
 """The hook for complex numbers: a trace computes with pairs of real numbers instead.
 
 The rotary embeddings of DeepSeek V2 and Llama 4 rotate queries and keys by a product of complex numbers, which ONNX
-operators do not support. `complex_as_pairs` replaces PyTorch's functions that create complex numbers by functions that
-create `Pairs`.
+operators do not support. `complex_as_pairs` replaces the PyTorch functions that create complex numbers by functions
+that create `Pairs`, which are pairs of real numbers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The experts hook: one function that turns the experts of a Hugging Face decoder into Experts nodes.
 
-transformers calls a registered function for the experts of a layer, with the tokens' rows, the experts that the router
-picked, and their weights. Routers are traced as ordinary nodes. The function here calls a placeholder operator, which
-becomes the Experts node of a trace; `experts_form` determines the computation between the two matrix products.
+transformers calls a registered function for the experts of a layer, with the tokens' hidden states, the experts that
+the router chose, and their weights. Routers are traced as ordinary nodes. The function registered here calls a
+placeholder operator, which becomes the Experts node of a trace. `experts_form` finds out what an expert computes
+between its two matrix products.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from kvexport.ops.experts import ExpertsForm
 from kvexport.schema.operators import EXPERTS_ACTIVATIONS as ACTIVATIONS
 
 IMPLEMENTATION = "kvexport"
-TOLERANCE = 1e-10  # in float64, of the largest value on the grid
-FIRST = {True: "gate_up_proj", False: "up_proj"}  # the first weight, with and without a gate
+TOLERANCE = 1e-10  # in float64, relative to the largest value on the grid
+FIRST = {True: "gate_up_proj", False: "up_proj"}  # the experts' first weight, with and without a gate
 _forms: WeakKeyDictionary[Any, ExpertsForm] = WeakKeyDictionary()
 _chosen: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # experts that the module's router picks for a token
 ATTRIBUTES = {"activation": "str", "gate": "int", "slope": "float", "limit": "float", "up_offset": "float",
               "bias": "int"}  # fmt: skip
-"""The placeholder's attributes and their types: the fields of `ExpertsForm`."""
+"""The attributes of the placeholder operator of Experts, with their types: fields of `ExpertsForm`."""
 
 torch.library.define(
     "kvexport::experts",
@@ -42,11 +43,11 @@ EXPERTS: Any = torch.ops.kvexport.experts.default
 class Layout:
     """The layout of a tensor of expert weights in a module of transformers.
 
-    An Experts node takes [E, outputs, inputs], with the rows of the gate before those of the up projection.
+    An Experts node takes [experts, outputs, inputs], with the rows of the gate before those of the up projection.
     """
 
-    transposed: bool  # module has [E, inputs, outputs]
-    interleaved: bool  # gate and up rows alternate, as in gpt-oss
+    transposed: bool  # whether the module has [experts, inputs, outputs]
+    interleaved: bool  # whether rows of the gate and the up projection alternate, as in gpt-oss
 
     def artifact_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (shape[0], shape[2], shape[1]) if self.transposed else shape
@@ -84,10 +85,10 @@ def expert_layouts(model: nn.Module) -> dict[str, Layout]:
 
 
 def chosen_shares(model: nn.Module) -> dict[str, float]:
-    """Return the share of an experts tensor that a decode step of one sequence reads, by the parameter's name.
+    """Return, by parameter, the share of the experts' weights that a decode step of one sequence reads.
 
-    The model has been probed (`kvexport.export.model.probe.probe_layers`). In a module that the probe did not run,
-    the share is 1.
+    The model must have been probed (`kvexport.export.model.probe.probe_layers`). In a module that the probe did not
+    run, the share is 1.
     """
     shares: dict[str, float] = {}
     for prefix, module in expert_modules(model):
@@ -98,19 +99,16 @@ def chosen_shares(model: nn.Module) -> dict[str, float]:
 
 
 def find_forms(model: nn.Module) -> None:
-    """Determine the forms of all experts of a model: the computation between their two matrix products.
-
-    Raise the errors of `experts_form`.
-    """
+    """Find out what each expert of a model computes between its two matrix products; raise as `experts_form` does."""
     for _, module in expert_modules(model):
         _forms[module] = experts_form(module)
 
 
 def experts_form(module: Any) -> ExpertsForm:
-    """Return the form of the experts of `module`: the activation between their matrix products, and its numbers.
+    """Return what an expert of `module` computes between its matrix products: the activation and its numbers.
 
-    The module's own activation is run on a grid of gates and ups in float64. The form that gives the same values is
-    returned. Candidates for the numbers (slope, limit) are the module's attributes.
+    The module's own activation is run in float64 on a grid of gate and up values, and the form that gives the same
+    values is returned. Candidates for the numbers (slope, limit) are the attributes of the module.
     """
     kind = type(module).__name__
     if getattr(module, "has_post_expert_norm", False):
@@ -119,7 +117,7 @@ def experts_form(module: Any) -> ExpertsForm:
         points = torch.cat([torch.linspace(-12, 12, 97, dtype=torch.float64), torch.tensor([-40.0, 40.0]).double()])
         gate, up = (x.reshape(-1) for x in torch.meshgrid(points, points, indexing="ij"))
         try:
-            # One gate and one up for each row: the same in every layout.
+            # Each row has one gate and one up value, so that it is the same in every layout.
             rows = torch.stack([gate, up], 1)
             expected = module._apply_gate(rows)[:, 0] if module.has_gate else module.act_fn(gate)
         except Exception as error:
@@ -151,7 +149,7 @@ def _candidates(module: Any) -> Iterator[ExpertsForm]:
 
 
 def _experts(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-    """Call the placeholder of an Experts node: hidden [N, hidden], the experts' indices and weights [N, k]."""
+    """Call the placeholder of an Experts node: hidden states [N, hidden], the chosen experts and weights [N, k]."""
     first = FIRST[bool(module.has_gate)]
     biases = [getattr(module, f"{name}_bias") if module.has_bias else None for name in (first, "down_proj")]
     _chosen[module] = int(indices.shape[-1])

@@ -3,8 +3,8 @@
 Models with latent attention (DeepSeek V3, GLM-4.7-Flash, MiniCPM 3) cache one latent vector of r numbers and one
 rotated key of p numbers for each token. The matrix `kv_b_proj` expands them to the keys and values of every head. The
 expansion is linear, so the query and the attention output can be multiplied with the matrix instead. The result is
-attention with one KV head: its key is the latent vector followed by the rotated key [r + p], and its value is the
-latent vector [r]. Merging latent vectors therefore merges the keys and values of every head.
+attention with one KV head, whose key is the latent vector followed by the rotated key [r + p], and whose value is the
+latent vector [r]. A merge of latent vectors in the KV cache therefore merges the keys and values of every head.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def absorbed_query(module: Any, query: Tensor) -> Tensor:
         query: [B, Hq, T, n + p]: n numbers that are multiplied with the expanded key, then p rotated numbers.
 
     Returns:
-        [B, Hq, T, r + p]: r numbers that are multiplied with the latent, then the p rotated numbers.
+        [B, Hq, T, r + p]: r numbers that are multiplied with the latent vector, then the p rotated numbers.
     """
     plain, rotated = torch.split(query, [module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
     return torch.cat([plain @ _matrices(module)[:, : module.qk_nope_head_dim], rotated], -1)
@@ -41,12 +41,12 @@ def latent_key(latent: Tensor, rotated: Tensor) -> Tensor:
 
 
 def expanded_output(module: Any, output: Tensor) -> Tensor:
-    """Return the attention output [B, Hq, T, v] over expanded values, from that over latents [B, Hq, T, r]."""
+    """Return the attention output over expanded values [B, Hq, T, v], from that over latent vectors [B, Hq, T, r]."""
     return output @ _matrices(module)[:, module.qk_nope_head_dim :].transpose(1, 2)
 
 
 def expansion_weights(model: nn.Module) -> set[str]:
-    """Return the names of the weights that expand latent vectors. The graph multiplies with them head by head."""
+    """Return the names of the weights that expand latent vectors; the graph multiplies with them head by head."""
     return {f"{name}.kv_b_proj.weight" for name, module in model.named_modules() if is_latent(module)}
 
 
@@ -62,9 +62,10 @@ def check_expansions(model: Any) -> None:
 
 
 def _matrices(module: Any) -> Tensor:
-    """Return the weight `kv_b_proj`, which expands latents to keys and values, head by head: [Hq, n + v, r].
+    """Return the weight `kv_b_proj`, which expands latent vectors to keys and values, head by head: [Hq, n + v, r].
 
-    Hq is the number of heads, n the size of a key without rotary part, v the size of a value, r the size of a latent.
+    Hq is the number of heads, n the size of a key without its rotated part, v that of a value, r that of a latent
+    vector.
     """
     weight: Tensor = module.kv_b_proj.weight
     return weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, weight.shape[1])

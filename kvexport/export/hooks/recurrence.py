@@ -1,13 +1,13 @@
 """The recurrence hook: one cache object for decoders whose layers have convolutions or recurrent states.
 
 transformers passes the new inputs of a causal convolution to `Cache.update_conv_state`, which returns them behind the
-last inputs of earlier calls, and the state of a linear attention to `Cache.update_recurrent_state`. `RecurrentCache`
-takes the past states from the graph's inputs and collects the present states for its outputs.
+last inputs of earlier calls. It passes the state of a linear attention to `Cache.update_recurrent_state`.
+`RecurrentCache` takes past states from the ONNX graph's inputs and collects present states for its outputs.
 
-Functions of the model's module (`FUNCTIONS`) compute linear attention. `recurring` replaces these functions during a
-call. In a probe and in a trace the replacement calls a placeholder of the operator LinearAttention; in the PyTorch
-reference it calls the module's own function. Tokens beyond the `query_length` of a sequence are padding, and change no
-state.
+The functions of a model's Python module that compute linear attention are named in `FUNCTIONS`. `recurring` replaces
+them during a call. In a probe and in a trace the replacement calls a placeholder of the operator LinearAttention; in
+the PyTorch reference it calls the replaced function. Tokens beyond the `query_length` of a sequence are padding, and
+change no state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvexport.plan.cache import LayerStates
 from kvexport.schema.state import StateTensor
 
 Place = tuple[int, str]  # the number of a layer, and the name of a state tensor
-NORM_EPSILON = 1e-6  # of the norm of queries and keys in the gated delta rule
+NORM_EPSILON = 1e-6  # added to the squared norm of queries and keys in the gated delta rule
 
 _tensors = [f"Tensor{'?' if name in OPTIONAL else ''} {name}" for name in INPUTS]
 _attributes = [f"{kind} {name}" for name, kind in ATTRIBUTES.items()]
@@ -55,11 +55,11 @@ class RecurrentCache(PassThroughCache):
         super().__init__(model_type)
         self.past, self.query_length, self.traced = past or {}, query_length, traced
         self.present: dict[Place, Tensor] = {}
-        self._place: Place = (0, "")  # of the linear attention that runs
-        self._computed: Tensor | None = None  # its state after the call
+        self._place: Place = (0, "")  # place of the linear attention that is running
+        self._computed: Tensor | None = None  # state of that linear attention after the call
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Return True, so that transformers' layers compute a single token with the same code as several tokens."""
+        """Return True, so that layers of transformers compute one token with the same code as several tokens."""
         return True
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -76,7 +76,10 @@ class RecurrentCache(PassThroughCache):
         conv_kernel_size: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Return a convolution's inputs [B, channels, K - 1 + T]: those of the last K - 1 tokens, then the new ones."""
+        """Return a convolution's inputs [B, channels, K - 1 + T]: the last K - 1 tokens', then the T new tokens'.
+
+        K is the size of the convolution's kernel.
+        """
         if conv_kernel_size is None:
             raise UsageError(
                 f"layer {layer_idx} of {self.model_type} keeps a convolution state without naming the size of its "
@@ -96,27 +99,31 @@ class RecurrentCache(PassThroughCache):
         return inputs
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """Return None, so that the layer calls its linear attention function for many tokens, with no initial state.
+        """Return None, so that a layer calls its linear attention function for many tokens without a state.
 
-        The hook on that function takes the state from this cache instead, for the layer whose number is stored here.
+        The replacement of that function takes the state from this cache, which stores the layer's number here.
         """
         self._place = layer_idx, _name("recurrent_state", state_idx)
 
     def real(self, tokens: int) -> Tensor | None:
-        """Return which of a call's tokens are not padding, [B, T] bool; None if all are."""
+        """Return which tokens of a call are not padding, [B, T] bool; None if no token is padding."""
         if self.query_length is None:
             return None
         return torch.arange(tokens, device=self.query_length.device) < self.query_length
 
     def past_state(self, batch: int, heads: int, key_size: int, value_size: int) -> Tensor:
-        """Return the state [B, heads, dk, dv] of the running linear attention; zeros in a probe."""
+        """Return the state [B, heads, dk, dv] of the running linear attention before the call; zeros in a probe.
+
+        dk and dv are the sizes of a key and of a value.
+        """
         past = self.past.get(self._place)
         return torch.zeros(batch, heads, key_size, value_size) if past is None else past
 
     def computed(self, state: Tensor, past: Tensor) -> Tensor:
         """Store and return a layer's recurrent state after a call.
 
-        Sequences without a token in the call keep `past`: in the reference by this method, in a trace by the operator.
+        Sequences without a token in the call keep the state `past`. The PyTorch reference does this here; in a trace
+        the operator LinearAttention does it.
         """
         if self.query_length is not None and not self.traced:
             state = torch.where((self.query_length > 0)[:, :, None, None], state, past)
@@ -173,18 +180,18 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gated delta rule (Qwen3-Next, Qwen3.5), or Kimi's, whose decay has a number for every channel.
+    """Compute the gated delta rule (Qwen3-Next, Qwen3.5), or Kimi's delta attention, whose decay differs by channel.
 
     Args:
-        cache: The states.
-        own: The function of the model's module.
-        query: [B, T, Hk, dk].
-        key: [B, T, Hk, dk].
-        value: [B, T, H, dv]; H is a multiple of Hk.
-        g: [B, T, H], or [B, T, H, dk], the logarithm of the decay.
-        beta: [B, T, H].
+        cache: The cache with the states.
+        own: The function of the model's Python module that this function replaces.
+        query: Queries [B, T, Hk, dk] of Hk key heads.
+        key: Keys [B, T, Hk, dk].
+        value: Values [B, T, H, dv]; H is a multiple of Hk.
+        g: The logarithm of the decay, [B, T, H] or [B, T, H, dk].
+        beta: The factors [B, T, H] of the updates.
         use_qk_l2norm_in_kernel: Whether queries and keys are normalized.
-        **options: The other arguments of the module's function.
+        **options: The other arguments of the replaced function.
 
     Returns:
         The outputs [B, T, H, dv], and the state [B, H, dk, dv].
@@ -225,23 +232,23 @@ def _mamba2(
 ) -> tuple[Tensor, Tensor]:
     """Compute a scan of Mamba-2 as a gated linear attention.
 
-    The query is C, the key B, the value dt x, and the logarithm of the decay dt A.
+    The query is C, the key is B, the value is dt x, and the logarithm of the decay is dt A.
 
     Args:
-        cache: The states.
-        own: The function of the model's module.
+        cache: The cache with the states.
+        own: The function of the model's Python module that this function replaces.
         hidden_states: x, [B, T, H, dv].
-        dt: [B, T, H].
+        dt: The step sizes [B, T, H].
         A: [H], below 0.
         B: [B, T, groups, dk]; H is a multiple of the groups.
         C: [B, T, groups, dk].
-        chunk_size: Tokens that the module's function computes at once.
+        chunk_size: Tokens that the replaced function computes at once.
         D: [H], the factor of x that is added to the output.
         dt_bias: [H], added to dt.
         dt_softplus: Whether dt is the softplus of the layer's argument.
         dt_limit: The bounds of dt.
-        z: A gate; None.
-        **options: The other arguments of the module's function.
+        z: A gate; it must be None.
+        **options: The other arguments of the replaced function.
 
     Returns:
         The outputs [B, T, H, dv], and the state [B, H, dk, dv].
@@ -278,15 +285,15 @@ def _placeholder(
     update_rule: str,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Call the placeholder of a LinearAttention node; see `kvexport.ops.linear_attention`.
+    """Call the placeholder of a LinearAttention node; `kvexport.ops.linear_attention` defines the operator.
 
     Args:
-        cache: The states.
+        cache: The cache with the states.
         rows: Queries and keys [B, T, key heads, dk], and values [B, T, heads, dv].
         past: The state before the call.
         decay: The logarithm of the decay, [B, T, heads] or [B, T, heads, dk].
-        beta: [B, T, heads], or None.
-        update_rule: The update rule.
+        beta: The factors [B, T, heads] of the updates, or None.
+        update_rule: The update rule, gated or gated_delta.
         scale: The factor of the outputs.
     """
     key, value = rows[1:]
@@ -320,10 +327,10 @@ def _convolution(
     bias: Tensor | None = None,
     **options: Any,
 ) -> Any:
-    """Compute a causal convolution by the module's own function.
+    """Compute a causal convolution by the function of the model's Python module.
 
-    A convolution refuses a bias of another type than its input before `in_float64` can cast it. In the reference the
-    bias is therefore the result of an operation, which `in_float64` has cast.
+    A convolution refuses a bias of another type than its input before `in_float64` can cast the bias. In the PyTorch
+    reference the bias is therefore the result of an addition, which `in_float64` casts.
     """
     return own(hidden_states, weight, bias if bias is None or cache.traced else bias + 0.0, **options)
 
@@ -334,4 +341,4 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "chunk_kimi_delta_attention": _delta_rule,
     "mamba2_chunk_scan": _mamba2,
 }
-"""What replaces a function of a model's module, by the function's name."""
+"""The replacements of functions of a model's Python module, by the function's name."""

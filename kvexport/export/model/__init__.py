@@ -1,1 +1,1 @@
-"""The checkpoint, and the model of transformers without its weights."""
+"""Readers of checkpoints, and the model of transformers without its weights."""

@@ -1,7 +1,8 @@
-"""LoRA adapters, added to the weights of a checkpoint when an artifact is built.
+"""LoRA adapters that a build adds to the weights of a checkpoint.
 
-The build writes W + s B A for each weight W that an adapter changes (`kvexport.tensor_files.peft`). Weights are added
-block by block of rows, so no weight is in memory as a whole.
+For each weight W that the adapter changes, the build writes W + s B A, with the adapter's matrices A and B and its
+scale s (`kvexport.tensor_files.peft`). The sum is computed block by block of rows, so no weight is in memory as a
+whole.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from kvexport.tensor_files.shards import refuse_link, some_names
 
 @dataclass(frozen=True)
 class Adapted:
-    base: TensorEntry | Source  # weight without the change, in floats
-    first: TensorEntry  # A [rank, inputs]
-    second: TensorEntry  # B [outputs, rank]
+    base: TensorEntry | Source  # weight W without the adapter, in floats
+    first: TensorEntry  # matrix A [rank, inputs]
+    second: TensorEntry  # matrix B [outputs, rank]
     scale: float  # factor s of B A
     transposed: bool = False  # whether the checkpoint stores the weight as [inputs, outputs] (`fan_in_fan_out`)
     packing: None = None
@@ -59,7 +60,7 @@ class Adapted:
             yield from (block["weight"] for block in self.base.blocks())
 
     def order(self) -> NDArray[np.int64]:
-        """Raise NotImplementedError: the columns of an adapted float weight are in the order of the input features."""
+        """Raise NotImplementedError: a weight in floats has its columns in the order of the input features."""
         raise NotImplementedError
 
 

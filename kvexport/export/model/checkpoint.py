@@ -1,7 +1,7 @@
-"""A checkpoint on disk: located, validated and described without reading a weight.
+"""A checkpoint on disk: found, checked and described without reading a weight.
 
-Only safetensors files are read, never a pickle and never code of the checkpoint. This module does not check whether the
-tensors are those that the model needs; `kvexport.export.weights.write` compares their shapes.
+Only safetensors and GGUF files are read, never a pickle, and no code of the checkpoint is run. This module does not
+check whether the tensors are those that the model needs; `kvexport.export.weights.write` compares their shapes.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from kvexport.tensor_files.shards import (
 
 GGUF = ".gguf"
 _HUB_ID = re.compile(r"\b[\w.-]+\b/\b[\w.-]{1,96}\b", re.ASCII)
-# Files that an artifact takes over as they are
+# Files that an artifact contains as they are in the checkpoint
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 def open_checkpoint(path: str, revision: str | None, *, weights: bool = True, adapter: str | None = None) -> Checkpoint:
     """Find a checkpoint, check its files, read its headers, and add a LoRA adapter to its weights.
 
-    Without `weights` those of a hub's model are not downloaded, unless they are quantized: only headers tell the size
-    of packed weights.
+    Without `weights`, the weights of a hub model are not downloaded unless they are quantized: only headers tell the
+    size of packed weights.
     """
     folder = resolve_checkpoint(path, revision, weights=weights)
     here = Path(path).is_dir() or is_gguf(path) or path.startswith(wheel.WHEEL)
@@ -88,7 +88,7 @@ def is_gguf(path: str) -> bool:
 def read_checkpoint(path: Path, *, weights: bool = True) -> Checkpoint:
     """Read the headers of a checkpoint, and check that they fit each other and their files.
 
-    Without `weights` only the config and the texts of a folder are read.
+    Without `weights`, only config.json and the tokenizer's files of a folder are read.
     """
     if path.suffix == GGUF and path.is_file():
         return _from_gguf(path)
@@ -166,8 +166,8 @@ def _texts(path: Path) -> tuple[Path, ...]:
 def refuse_remote_code(config: Mapping[str, Any]) -> None:
     """Raise UsageError if config.json needs Python code of the checkpoint.
 
-    This is so if config.json has an `auto_map` and transformers has no class for its `model_type`. transformers is
-    imported only for a config with an `auto_map`, which official checkpoints of supported models often keep.
+    Such a config.json has an `auto_map`, and transformers has no class for its `model_type`. transformers is imported
+    only for a config with an `auto_map`, which official checkpoints of supported models often keep.
     """
     if not config.get("auto_map"):
         return

@@ -1,6 +1,6 @@
-"""The config.json of a checkpoint as a config of transformers.
+"""The config.json of a checkpoint, read as a config of transformers.
 
-Errors name fields of a wrong type or size, and models that are impossible.
+Errors name fields of a wrong type or size, and say why a model cannot be exported.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from transformers.models.auto.modeling_auto import (
 from kvexport.errors import UsageError
 from kvexport.recipe.fields import MOST, Recipe, shown_length
 
-MOST_LAYERS = 10_000  # of which transformers makes lists before it looks at anything else
-# What models of all families call their sizes. Those that have one for each layer, or none, are left to transformers.
+MOST_LAYERS = 10_000  # a bound, because transformers makes lists of all layers before it checks anything
+# The names of sizes in config.json, over all model families. Sizes that are given layer by layer, or not at all, are
+# left to transformers.
 LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 SIZES = (
     *("hidden_size", "n_embd", "d_model", "intermediate_size", "n_inner", "ffn_dim", "head_dim", "vocab_size"),
@@ -37,7 +38,7 @@ def load_config(source: str, recipe: Recipe) -> Any:
         config = AutoConfig.from_pretrained(source, revision=revision)
     except UsageError as error:
         raise UsageError(f"the config.json of {source} cannot be used: {error.problem}", error.fix) from error
-    except Exception as error:  # transformers' own checks raise classes of their own, wrong types whatever they meet
+    except Exception as error:  # transformers' checks raise their own classes, and wrong types raise any exception
         blamed = blame(raw, lambda rest: CONFIG_MAPPING[raw["model_type"]].from_dict(rest))
         raise UsageError(
             f"transformers cannot read the config.json of {source}: {first_line_of(error)}{blamed}",
@@ -46,11 +47,11 @@ def load_config(source: str, recipe: Recipe) -> Any:
             else f"for a model of the hub, while online: hf download {source} config.json",
         ) from error
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # the model is made of float parameters, whatever they are packed in
+        del config.quantization_config  # the model is made of float parameters, however the checkpoint packs them
     kind = getattr(config, "model_type", "?")
     if getattr(config, "is_encoder_decoder", False):
         raise UsageError(f"{kind} is an encoder-decoder; only decoders have a cache that grows with every token")
-    text = config.get_text_config()  # a part of it where the model also sees or hears
+    text = config.get_text_config()  # a part of the config if the model also reads images or sound
     if type(config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:  # transformers also names the decoder inside it
         raise UsageError(f"{kind} classifies images, and writes no text; only decoders of text can be exported")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
@@ -91,10 +92,10 @@ def _check_sizes(raw: Mapping[str, Any]) -> None:
 
 
 def blame(raw: Mapping[str, Any], works: Callable[[dict[str, Any]], object]) -> str:
-    """Return a hint about the field of a config.json that makes the call `works` fail.
+    """Return a hint for an error message: the field of config.json that makes the call `works` fail.
 
-    This is the first field without which the call succeeds. The hint is text in parentheses for an error message; it is
-    empty if no single field is the cause.
+    This is the first field without which the call succeeds. The hint is text in parentheses; it is empty if no single
+    field is the cause.
     """
     for name, rest in _without_one(raw):
         try:

@@ -1,8 +1,8 @@
-"""Parameters that transformers assembles from tensors of a checkpoint under other names or in other shapes.
+"""Parameters that transformers assembles from tensors of a checkpoint with other names or shapes.
 
 transformers' conversion rules list the tensors of a parameter and the operations on them (stacked experts, concatenated
 gate and up rows, chunks of a fused projection). kvexport runs the same operations when it writes the weight. Operations
-that treat all experts equally run one expert at a time, so that only one expert is in memory.
+that treat all experts alike run one expert at a time, so that only one expert is in memory.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ class Assembled:
 
     name: str  # parameter
     full_shape: tuple[int, ...]  # shape in an artifact
-    # (source pattern of the rule, its tensors in order) of all tensors that are read
+    # (source pattern of the conversion rule, the checkpoint's tensors that match it, in order) of all tensors that are
+    # read
     inputs: tuple[tuple[str, tuple[Stored, ...]], ...]
     experts: int  # number of experts that are computed one after another; 0: all at once
     stacked: bool  # whether each input is one tensor of all experts, not a tensor for each expert
     layout: Layout  # layout of the parameter in the module of transformers, if the parameter belongs to experts
-    # Transformers' conversion rule; None if the only input is the parameter itself
+    # The conversion rule of transformers; None if the only input is the parameter itself
     rule: Any = field(default=None, compare=False, repr=False)
     output: str = ""  # name of the parameter in the results of the rule
     # Arguments of the rule's operations other than tensors
@@ -74,7 +75,7 @@ class Assembled:
             yield {"weight": value.contiguous().reshape(-1, self.shape[1]).numpy()}
 
     def order(self) -> Any:
-        """Raise NotImplementedError: the columns of a float weight are in the order of the input features."""
+        """Raise NotImplementedError: a weight in floats has its columns in the order of the input features."""
         raise NotImplementedError
 
     def _read(self, tensors: tuple[Stored, ...], expert: int | None) -> list[Tensor]:
@@ -89,7 +90,7 @@ class Assembled:
 
 
 def _values(tensor: Stored, expert: int | None) -> Array:
-    """Return a checkpoint tensor in float32: whole, or [1, ...], the slice of one expert."""
+    """Return a checkpoint tensor in float32: the whole tensor, or the slice [1, ...] of one expert."""
     if isinstance(tensor, TensorEntry):
         if not tensor.shape:
             raise UsageError(f"tensor {tensor.name!r} in {tensor.file} is a single number, expected a weight")
@@ -106,7 +107,7 @@ def assembled_parameters(
     result: dict[str, Assembled | PackedExperts] = {}
     for name, layout in layouts.items():
         if name in present and hasattr(tensors[present[name]], "full_shape"):
-            continue  # experts that the checkpoint has packed, and that their source brings into an artifact's layout
+            continue  # packed experts of the checkpoint, which their source brings into an artifact's layout
         if name in present and (layout != PLAIN or parameters[name].ndim > 2):
             shape = tuple(parameters[name].shape)
             inputs = (("", (tensors[present[name]],)),)
@@ -172,7 +173,7 @@ def _run(rule: Any, named: Mapping[str, list[Tensor]], context: Any) -> dict[str
 def _by_expert(rule: Any, named: Any, shape: tuple[int, ...]) -> tuple[int, bool]:
     """Return (number of experts to compute one by one, whether each tensor stacks all experts).
 
-    The number is 0 if the rule's operations mix experts.
+    The number is 0 if operations of the conversion rule mix experts.
     """
     first, *rest = rule.operations
     merges = isinstance(first, MergeModulelist) and first.dim == 0
@@ -191,9 +192,9 @@ def _by_expert(rule: Any, named: Any, shape: tuple[int, ...]) -> tuple[int, bool
 
 
 def _of_one_expert(context: Any, parameters: Mapping[str, Any]) -> Any:
-    """Return a context for a conversion rule in which the model's expert parameters have the shape of one expert.
+    """Return the context of a conversion rule with a model whose expert parameters have the shape of one expert.
 
-    The rule's operations compare tensor shapes with these parameters.
+    The operations of the rule compare shapes of tensors with those of the model's parameters.
     """
     shapes = {name: (1, *p.shape[1:]) for name, p in parameters.items() if p.ndim == 3}
     model = SimpleNamespace(get_parameter=lambda name: SimpleNamespace(shape=torch.Size(shapes[name])))

@@ -19,9 +19,9 @@ Array = NDArray[Any]
 
 
 class Layout(NamedTuple):
-    block: np.dtype[Any]  # numPy's type of one block
+    block: np.dtype[Any]  # the type of one block in numpy
     packing: PackedFormat
-    # Function from an array of blocks to the stored tensors of the packed weight, block by block
+    # A function from an array of blocks to the stored tensors of the packed weight, block by block
     components: Callable[[Array], dict[str, Array]]
 
 
@@ -32,13 +32,13 @@ def _pairs(numbers: Array) -> Array:
 
 
 def _halves(levels: Array, width: int) -> Array:
-    """Unpack 4-bit numbers: return the low 4 bits of every `width` bytes, then the high 4 bits of these bytes."""
+    """Unpack 4-bit numbers: return the low 4 bits of every `width` bytes, then the high 4 bits of the same bytes."""
     bytes_ = levels.reshape(len(levels), -1, 1, width)
     return np.concatenate([bytes_ & 15, bytes_ >> 4], axis=2)
 
 
 def _q4_0(blocks: Array) -> dict[str, Array]:
-    # Four bits from which 8 is subtracted are the two's complement with the upper bit turned.
+    # Four bits from which 8 is subtracted become two's complement by inverting the upper bit.
     return {"weight": _pairs(_halves(blocks["levels"], 16)) ^ 0x88, "scale": blocks["scale"]}
 
 
@@ -175,4 +175,4 @@ LAYOUTS = {
         _q6_k,
     ),
 }
-"""Layouts by ggml's name of the type."""
+"""The layout of each block type, by ggml's name of the type."""

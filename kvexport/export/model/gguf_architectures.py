@@ -31,30 +31,30 @@ _FOUR_NORMS = {
 }
 GATE_EXPERTS, UP_EXPERTS, DOWN_EXPERTS = "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"
 EXPERTS = (GATE_EXPERTS, UP_EXPERTS, DOWN_EXPERTS)
-"""llama.cpp's names of the matrices of all experts of a layer."""
+"""llama.cpp's names of the tensors that have the matrices of all experts of a layer."""
 BARE = ("self_attn.sinks",)
-"""Parameters of transformers without an ending."""
+"""Parameters of transformers whose names end neither in .weight nor in .bias."""
 SQUEEZED = ("conv.conv",)
-"""Modules of transformers whose weight [channels, 1, taps] is stored without the dimension of 1."""
+"""Modules of transformers whose weight [channels, 1, taps] a GGUF file stores as [channels, taps]."""
 ONE_ROW = ("mlp.shared_expert_gate",)
-"""Modules of transformers whose weight [1, inputs] may be stored without the dimension of 1."""
+"""Modules of transformers whose weight [1, inputs] a GGUF file may store as [inputs]."""
 
 Meta = Mapping[str, Any]
-"""The metadata of a GGUF file whose keys begin with the architecture, without that beginning."""
+"""The metadata of a GGUF file whose keys begin with the architecture's name, by the rest of the key."""
 
 
 @dataclass(frozen=True)
 class Architecture:
     model_type: str  # transformers' name
     model_class: str  # name of transformers' class
-    names: Mapping[str, str]  # llama.cpp's names of tensors, without layer and ending -> those of transformers
-    pairs: bool = False  # whether the rows of queries and keys are stored as rotary pairs (2i, 2i + 1)
-    # Whether the file stores the weights of norms plus 1. (transformers' module adds the 1 itself.)
+    names: Mapping[str, str]  # llama.cpp's names of tensors, without layer and ending -> transformers' names
+    pairs: bool = False  # whether rows of query and key weights are stored as rotary pairs (2i, 2i + 1)
+    # Whether the file stores the weights of norms plus 1 (the module of transformers adds the 1 itself)
     shifted: bool = False
-    partial: bool = False  # whether the model has a setting for the part of a head that is rotated
-    linear: str = ""  # order of the tensors of linear attention (`gguf_linear_attention`); empty without such layers
-    # Function from the metadata and the rotary settings to entries of config.json beyond those that all architectures
-    # have, or instead of them
+    partial: bool = False  # whether config.json says which part of a head is rotated
+    linear: str = ""  # layout of linear attention's tensors (`gguf_linear_attention`); empty without such layers
+    # A function from the metadata and the rotary settings to entries of config.json, in addition to or instead of those
+    # that all architectures have
     config: Callable[[Meta, dict[str, Any]], dict[str, Any]] = lambda meta, rope: {}
 
 
@@ -63,7 +63,7 @@ def shortest(value: float) -> float:
 
 
 def _qwen3_moe(meta: Meta, _: Any) -> dict[str, Any]:
-    # llama.cpp normalizes the weights of the chosen experts, and has no key that says so.
+    # llama.cpp always normalizes the weights of the chosen experts, so GGUF files have no key for it.
     return {
         "num_experts": meta["expert_count"],
         "num_experts_per_tok": meta["expert_used_count"],
@@ -117,7 +117,7 @@ def _granite(meta: Meta, _: Any) -> dict[str, Any]:
 
 
 def _gemma2(meta: Meta, _: Any) -> dict[str, Any]:
-    # llama.cpp divides by another number in the 27B model alone, which has 46 layers.
+    # llama.cpp scales queries by another number only in the 27B model, which has 46 layers.
     scalar = meta["embedding_length"] // meta["attention.head_count"]
     return {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -129,7 +129,8 @@ def _gemma2(meta: Meta, _: Any) -> dict[str, Any]:
 
 
 def _gemma3(meta: Meta, rope: dict[str, Any]) -> dict[str, Any]:
-    # As for Gemma 2; the 27B model has 62 layers. Local layers rotate by a base of 10,000, which is not stored.
+    # llama.cpp scales queries by another number only in the 27B model, which has 62 layers. Layers with a sliding
+    # window rotate by a base of 10,000, which GGUF files do not store.
     scalar = meta["embedding_length"] // meta["attention.head_count"]
     return {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -148,7 +149,7 @@ def _phi3(meta: Meta, _: Any) -> dict[str, Any]:
 
 
 def _lfm2(meta: Meta, _: Any) -> dict[str, Any]:
-    heads = meta["attention.head_count_kv"]  # of each layer, 0 of convolutions
+    heads = meta["attention.head_count_kv"]  # one number for each layer, 0 for a convolution
     return {
         "num_key_value_heads": max(heads),
         "layer_types": ["full_attention" if count else "conv" for count in heads],
@@ -264,4 +265,4 @@ ARCHITECTURES = {
         config=_gemma3,
     ),
 }
-"""Architectures by llama.cpp's name."""
+"""The architectures, by llama.cpp's name."""

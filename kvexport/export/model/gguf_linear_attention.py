@@ -1,13 +1,13 @@
-"""Layers with linear attention in GGUF files (qwen3next, qwen35, qwen35moe), in the order of transformers.
+"""Layers with linear attention in GGUF files (qwen3next, qwen35, qwen35moe), rearranged as in transformers.
 
-llama.cpp splits and orders their tensors in its own way:
+llama.cpp splits and orders the tensors of such a layer in its own way:
 
 - `ssm_a` is -exp(A_log), and `ssm_conv1d` lacks a dimension of 1.
-- qwen3next: `attn_qkv` and `attn_gate` have all queries, all keys, all values and all gates, one kind after another.
+- In qwen3next, `attn_qkv` and `attn_gate` have all queries, all keys, all values and all gates, one kind after another.
   transformers has one matrix, in which the rows of a key head and of its value heads are neighbours.
-- qwen35: the value heads of a key head are not neighbours. Value head r of key head k is number r * (key heads) + k in
-  a file, and number k * (value heads of a key head) + r in transformers. Rows have this order, and also the columns of
-  `ssm_out`.
+- In qwen35, the value heads of a key head are not neighbours. Value head r of key head k has the number
+  r * (key heads) + k in a file, and k * (value heads of a key head) + r in transformers. Rows have this order, and also
+  the columns of `ssm_out`.
 
 Sources: llama.cpp's convert_hf_to_gguf.py, and transformers' integrations/gguf/gguf_conversion_mapping.py.
 """
@@ -30,10 +30,10 @@ from kvexport.tensor_files.entry import TensorEntry
 
 Indices = NDArray[np.int64]
 Entries = Mapping[str, TensorEntry]
-"""The tensors of a layer's linear attention, by llama.cpp's name without the layer and `.weight`."""
+"""The tensors of a layer's linear attention, by llama.cpp's name without the layer's number and `.weight`."""
 TENSORS = ("attn_qkv", "attn_gate", "ssm_a", "ssm_dt.bias", "ssm_conv1d", "ssm_norm", "ssm_out")
 PROJECTIONS = {"qwen3next": ("ssm_ba",), "qwen35": ("ssm_beta", "ssm_alpha")}
-"""The projections of beta and of the decay: one matrix, or two."""
+"""llama.cpp's names of the projections of beta and of the decay, which are one matrix or two."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class LinearHeads:
         return head % of_key * self.keys + head // of_key
 
     def split(self) -> Indices:
-        """Return for each row of transformers' matrix of qwen3next its row in `attn_qkv` and then `attn_gate`."""
+        """Return where each row of transformers' matrix of qwen3next is in `attn_qkv` followed by `attn_gate`."""
         size, of_key = self.key_size, self.values // self.keys * self.value_size
         queries = np.arange(self.keys * size).reshape(self.keys, size)
         values = self.query_key_rows + np.arange(self.value_rows).reshape(self.keys, of_key)
@@ -67,12 +67,12 @@ class LinearHeads:
 
 @dataclass(frozen=True)
 class Rearranged:
-    """A weight matrix that consists of matrices of a file, with rows or columns in another order."""
+    """A weight matrix that consists of matrices of a GGUF file, with rows or columns in another order."""
 
     name: str  # parameter
     parts: tuple[Source, ...]  # matrices, whose rows follow each other. All have one packed format, or all are floats.
-    rows: tuple[int, ...] = ()  # for each row its number in the parts; empty if the order is the same
-    # For each of equally many columns its number in the parts, such as heads; empty for the same order
+    rows: tuple[int, ...] = ()  # for each row, its number in the joined parts; empty if the order is the same
+    # For each block of columns (such as a head), its number in the parts; empty if the order is the same
     columns: tuple[int, ...] = ()
 
     @property
@@ -82,7 +82,7 @@ class Rearranged:
 
     @property
     def packing(self) -> PackedFormat | None:
-        """The packed format of every part; None for floats."""
+        """The packed format that every part has; None for floats."""
         return self.parts[0].packing
 
     def blocks(self) -> Iterator[dict[str, Array]]:
@@ -99,16 +99,16 @@ class Rearranged:
         return np.ascontiguousarray(whole.reshape(outputs, width))
 
     def order(self) -> Indices:
-        """Raise NotImplementedError: the columns are in the order of the input features."""
+        """Raise NotImplementedError: the columns of the weight are in the order of the input features."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Ordered:
     name: str  # parameter
-    entry: TensorEntry  # tensor of the file
+    entry: TensorEntry  # tensor of the GGUF file
     full_shape: tuple[int, ...]  # shape of the parameter
-    # For each index of the first dimension its index in the file; empty if the order is the same
+    # For each index of the first dimension, its index in the file; empty if the order is the same
     first: tuple[int, ...] = ()
     logarithm: bool = False  # whether the parameter is the logarithm of minus the stored values
     packing: None = None
@@ -179,7 +179,7 @@ def _matrix(
 ) -> Rearranged:
     parts: list[Source] = [GgufWeight(entry) for entry in stored]
     packings = {part.packing for part in parts}
-    # A group of numbers with one scale may not reach over two heads.
+    # A group of inputs that share a scale must not extend over two heads.
     whole = all(p is None or not columns or parts[0].shape[1] // len(columns) % p.group == 0 for p in packings)
     if len(packings) > 1 or not whole:
         parts = [part if part.packing is None else Dense(part) for part in parts]

@@ -1,6 +1,6 @@
 """A GGUF file as a checkpoint: its tensors under transformers' names, and its metadata as Hugging Face files.
 
-The architectures are those of `gguf_architectures.py`.
+The module gguf_architectures.py lists the model architectures that are read.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ from kvexport.tensor_files.entry import TensorEntry
 _TENSOR = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+?)(?:\.(weight|bias))?")
 _PAIRED_BIASES = ("_q.bias", "_k.bias")
 _ROPE_FACTORS = "rope_freqs.weight"
-# The settings of Llama 3.1 and 3.2. A file has only the factors that follow from them (transformers' _compute_llama3).
+# The rotary settings of Llama 3.1 and 3.2. A GGUF file has only the factors that follow from these settings
+# (transformers' _compute_llama3).
 _LLAMA3 = [
     {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     for factor in (8.0, 32.0)
 ]
-# Files that lie beside a model's: what they are, and what to do, by their general.type or general.architecture.
+# GGUF files that are no models, by their general.type or general.architecture: what they are, and what to use instead.
 _ENCODER = ("the encoder of images or sounds for a model", "take the model's own file, without mmproj in its name")
 _NO_MODELS = {
     "mmproj": _ENCODER,
@@ -50,7 +51,7 @@ _NO_MODELS = {
     "adapter": ("a LoRA adapter for a model", "--set weights.merge_adapter=FOLDER of the adapter in PEFT's format"),
     "imatrix": ("an importance matrix, by which llama.cpp rounds a model", "take the model's own file"),
 }
-_TEXTS_VERSION = 2  # of the files that `write_texts` writes, for the cache
+_TEXTS_VERSION = 2  # version of the cached files that `write_texts` writes
 
 
 def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
@@ -108,7 +109,7 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
 
 
 def _drafted_layer(gguf: Gguf, kind: str) -> str | None:
-    """Return the number of the layer that predicts tokens after the next one, which is ignored; None without one."""
+    """Return the number of a layer that predicts tokens after the next one; None if there is none. It is not built."""
     drafted, layers = (gguf.metadata.get(f"{kind}.{key}", 0) for key in ("nextn_predict_layers", "block_count"))
     return str(layers - 1) if drafted == 1 and type(layers) is int else None
 
@@ -127,7 +128,7 @@ def _linear_heads(gguf: Gguf, kind: str) -> LinearHeads:
 
 
 def _paired_heads(gguf: Gguf, kind: str, architecture: Architecture, name: str, entry: TensorEntry) -> int:
-    """Return the number of heads whose rows a tensor stores as rotary pairs; 0 if it stores no pairs."""
+    """Return the number of heads whose rows a tensor stores as rotary pairs; 0 if the tensor stores no such pairs."""
     if not architecture.pairs or name not in ("attn_q", "attn_k"):
         return 0
     heads: Any = gguf.metadata.get(f"{kind}.attention.head_count")
@@ -155,7 +156,7 @@ def _architecture(gguf: Gguf) -> tuple[str, Architecture]:
 
 
 def cached_texts(gguf: Gguf) -> Path:
-    """Return the cache folder with config.json and the tokenizer's files of a GGUF file, after writing it if needed."""
+    """Return the cache folder with config.json and the tokenizer of a GGUF file; write its files if needed."""
     folder = cache_folder("gguf") / f"{gguf.digest[:32]}-{_TEXTS_VERSION}"
     what = f"the tokenizer of {gguf.file}"
     return write_once(folder, what, lambda staged, _: write_texts(gguf, staged), "some megabytes")
@@ -219,7 +220,7 @@ def _config(gguf: Gguf) -> dict[str, Any]:
 
 
 def _inner_size(meta: Mapping[str, Any]) -> dict[str, int]:
-    """Return the inner size of dense layers; a file without such layers may not have it."""
+    """Return the inner size of dense MLP layers for config.json; empty for a file that has only expert layers."""
     if "expert_feed_forward_length" in meta and "feed_forward_length" not in meta:
         return {}
     return {"intermediate_size": meta["feed_forward_length"]}
@@ -229,7 +230,7 @@ def _scaling(gguf: Gguf, kind: str, base: float, size: int | None) -> dict[str, 
     """Return the scaling of a GGUF file's rotary frequencies as rope parameters of transformers; empty if none."""
     meta = gguf.metadata
     factor = meta.get(f"{kind}.rope.scaling.factor") or meta.get(f"{kind}.rope.scale_linear") or 1.0
-    named = meta.get(f"{kind}.rope.scaling.type", "linear")  # as in llama.cpp
+    named = meta.get(f"{kind}.rope.scaling.type", "linear")  # llama.cpp has the same default
     if _ROPE_FACTORS in gguf.tensors and size:
         entry = gguf.tensors[_ROPE_FACTORS]
         factors = np.frombuffer(b"".join(read_blocks(entry)), np.float32) if entry.dtype == "F32" else np.zeros(0)

@@ -22,7 +22,7 @@ GATE_UP, DOWN = "gate_up_proj", "down_proj"
 @dataclass(frozen=True)
 class SmallTensor:
     name: str  # parameter
-    parts: tuple[TensorEntry, ...]  # tensors, which have the same shape up to the last dimension
+    parts: tuple[TensorEntry, ...]  # tensors of the same shape except for the last dimension, which are joined there
     plus: float = 0.0  # number that is added to every value
     packing: None = None
 
@@ -40,12 +40,12 @@ class SmallTensor:
         yield {"weight": whole.reshape(self.shape) + np.float32(self.plus)}
 
     def order(self) -> NDArray[np.int64]:
-        """Raise NotImplementedError: the columns of small tensors are in the order of the input features."""
+        """Raise NotImplementedError: small tensors have no reordered columns."""
         raise NotImplementedError
 
 
 def experts_of(prefix: str, stored: Mapping[tuple[str, str], TensorEntry]) -> dict[str, Source]:
-    """Return the weights and biases of a layer's experts, in the layout of an artifact, by the parameters' names."""
+    """Return the weights and biases of a layer's experts in the layout of an artifact, by the parameters' names."""
     gate, up, down = (_required(stored, name, prefix) for name in (GATE_EXPERTS, UP_EXPERTS, DOWN_EXPERTS))
     for entry in (gate, up, down):
         if len(entry.shape) != 3 or entry.shape[0] != down.shape[0] or (entry is up and up.shape != gate.shape):

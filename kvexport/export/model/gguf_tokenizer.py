@@ -1,6 +1,6 @@
 """The tokenizer, the chat templates and the end tokens of a GGUF file, as llama.cpp reads them (llama-vocab.cpp).
 
-Tokenizers: byte-level BPE with a known splitting rule, and SentencePiece's BPE.
+Two kinds of tokenizers are read: byte-level BPE with a known splitting rule, and SentencePiece's BPE.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SPECIAL_IDS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens in GGUF; the last are found whole, but not special
-# Tokens that end an answer wherever a vocabulary has them: end of a turn, of a text, of a call, and of a file of code.
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # GGUF's token types; user-defined tokens are never split, not special
+# Tokens that end an answer in every vocabulary that has them: they end a turn, a text, a tool call or a file of code.
 _END_TEXTS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
     *("<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<eos>"),
@@ -26,12 +26,13 @@ _END_TEXTS = (
     *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>"),
     *("<REPO>", "<reponame>", "<|file_sep|>"),
 )
-# In vocabularies with all of the first, the second ends a part of an answer, or belongs to another model.
+# Exceptions: in vocabularies with all tokens of the set, the second token ends only a part of an answer, or belongs to
+# another model.
 _NO_ENDS = (
     ({"<|return|>", "<|call|>"}, "<|end|>"), ({"<|flush|>", "<|calls|>"}, "<|end|>"), ({"<|tool_response>"}, "</s>"),
 )  # fmt: skip
-# How byte-level BPE splits a text, beyond the rules that transformers knows: expressions one after the other. After
-# them, and without them, comes GPT-2's.
+# How byte-level BPE splits a text, beyond the rules that transformers knows: regular expressions that are applied one
+# after the other. GPT-2's expression follows unless it is among them.
 _PUNCTUATION, _THREE_DIGITS = r"[\p{P}\$\+<=>\^~\|]+", r"[0-9][0-9][0-9]"
 _SPLITS: dict[str | None, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "exaone4", "mpt", "olmo", "jais", "trillion", "mellum"), ()),
@@ -43,11 +44,11 @@ _ADD_BOS = (
     *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
     "tekken",
 )
-_WHOLE = (*_ADD_BOS, "glm4", "chatglm-bpe")  # a piece that is a token stays whole, even if no merges lead to it
+_WHOLE = (*_ADD_BOS, "glm4", "chatglm-bpe")  # a piece of text that is a token stays whole, without any merges
 
 
 def write_tokenizer(gguf: Gguf, folder: Path, length: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json; `length` is the model's number of positions."""
+    """Write tokenizer.json and tokenizer_config.json of a GGUF file; `length` is the model's number of positions."""
     from tokenizers import AddedToken
     from tokenizers.processors import TemplateProcessing
 
@@ -145,14 +146,14 @@ def _byte_level(gguf: Gguf) -> Tokenizer:
 
 
 def _merges(meta: Mapping[str, Any], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Return the merges of a file, without those that lead to no token."""
+    """Return the BPE merges of a GGUF file, without those whose result is no token."""
     pairs = (merge[:1] + merge[1:].replace(" ", "\0", 1) for merge in meta["tokenizer.ggml.merges"])
     split = (pair.partition("\0")[::2] for pair in pairs)
     return [(a, b) for a, b in split if a in vocabulary and b in vocabulary and a + b in vocabulary]
 
 
 def _known_splits() -> dict[str | None, str]:
-    """Return the splitting rules of byte-level BPE that transformers knows, by llama.cpp's names, and GPT-2's."""
+    """Return the splitting rules of byte-level BPE that transformers knows, by llama.cpp's names, and GPT-2's rule."""
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
     except ImportError as error:
@@ -166,7 +167,7 @@ def _known_splits() -> dict[str | None, str]:
 
 
 def _sentencepiece(gguf: Gguf) -> Tokenizer:
-    """Return SentencePiece's BPE, which merges the pair whose token has the highest score."""
+    """Return a tokenizer of SentencePiece's BPE, which merges the pair whose token has the highest score."""
     from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers.tokenization_utils_base import generate_merges
 
@@ -176,7 +177,7 @@ def _sentencepiece(gguf: Gguf) -> Tokenizer:
     if "tokenizer.ggml.merges" in meta:
         merges = _merges(meta, vocabulary)
     else:
-        gemma = str(meta.get("general.architecture")).startswith("gemma")  # whose scores are not in order
+        gemma = str(meta.get("general.architecture")).startswith("gemma")  # Gemma's scores are not in merge order
         scores = range(0, -len(tokens), -1) if gemma else meta["tokenizer.ggml.scores"]
         merges = generate_merges(vocabulary, dict(zip(tokens, scores, strict=True)))
     unknown = meta.get("tokenizer.ggml.unknown_token_id", 0)
@@ -184,7 +185,7 @@ def _sentencepiece(gguf: Gguf) -> Tokenizer:
     tokenizer = Tokenizer(model)
     spaces = normalizers.Replace(" ", "\u2581")
     ends: list[Any] = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    # The space goes before a text, and before what follows a special token, also where it begins with a space.
+    # A space is put before a text and before the text after a special token, even if the text begins with a space.
     if meta.get("tokenizer.ggml.add_space_prefix", True):
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces])
         ends.append(decoders.Strip(" ", 1, 0))

@@ -1,7 +1,4 @@
-"""Construction of Hugging Face decoders without weights, and detection of the attention of their layers.
-
-A model that kvexport cannot export is refused with an error that names the reason.
-"""
+"""Construction of Hugging Face decoders without weights, and refusal of models that kvexport cannot export."""
 
 from __future__ import annotations
 
@@ -30,20 +27,20 @@ OWN_KEYS = {
     "indexer": "picks the tokens that a query sees with an indexer",
     "compressor": "lets queries see summaries of tokens, made by a compressor",
 }
-"""Modules of attention layers that keep keys of their own, by the last word of their names."""
+"""What modules of attention layers with additional keys do, by the last part of the modules' names."""
 
 
 def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, FakeTensorMode]:
     """Make a model of transformers in eval mode without its weights.
 
-    Parameters are fake tensors (shape and type, no memory). Buffers that no checkpoint stores, such as rotary
-    frequencies, are real. Buffers that checkpoints store become parameters.
+    Parameters are fake tensors, which have a shape and a type but no memory. Buffers that no checkpoint stores, such as
+    rotary frequencies, are real. Buffers that checkpoints store become parameters.
     """
     _refuse_own_attention(config)
     try:
         model = on_meta(config, dtype, max_length)
     except Exception as error:
-        if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):  # it has a table of attention classes
+        if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):  # the model has its own attention classes
             raise _own_attention(config) from error
         blamed = blame(config.to_dict(), lambda rest: on_meta(type(config).from_dict(rest), dtype, max_length))
         raise UsageError(
@@ -82,9 +79,9 @@ def on_meta(config: Any, dtype: torch.dtype, max_length: int, attention: str = I
 
 
 def _by_part(config: Any, attention: str) -> Any:
-    """Return the attention implementation of each part of a model: `attention` of its decoder of text.
+    """Return the attention implementation of each part of a model: `attention` for the text decoder.
 
-    Image and audio encoders, which are not exported, keep transformers' default, because some support no other.
+    Image and audio encoders keep transformers' default, because some of them support no other.
     """
     text = config.get_text_config()
     parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
@@ -95,7 +92,7 @@ def _by_part(config: Any, attention: str) -> Any:
 def auto_class(config: Any) -> Any:
     """Return the class of transformers that makes the decoder of a config.
 
-    This is AutoModelForCausalLM if transformers has a text decoder for the config, otherwise
+    This is AutoModelForCausalLM if transformers has a text decoder for the config. Otherwise it is
     AutoModelForImageTextToText, whose models also accept only `input_ids`.
     """
     return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
@@ -110,17 +107,18 @@ def decoder_class(config: Any) -> Any:
 
 
 def _initialize_buffers(module: Any, owner: Any) -> None:
-    """Compute the buffers of a module on the CPU, as the nearest pretrained module around it initializes them."""
+    """Compute the buffers of a module on the CPU, by the initialization of the pretrained module that contains it."""
     owner = module if isinstance(module, PreTrainedModel) else owner
     for child in module.children():
         _initialize_buffers(child, owner)
     buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
     if buffers:
-        # Parameters of the module stay without memory: an embedding would be filled with billions of random numbers.
+        # The parameters of the module stay without memory, because an embedding would be filled with random numbers,
+        # perhaps billions.
         module._buffers.update({name: torch.empty_like(buffer, device="cpu") for name, buffer in buffers.items()})
         with torch.no_grad():
             owner._init_weights(module)
-    if isinstance(module, PreTrainedModel):  # a model may fill buffers of its layers (Falcon-H1's multipliers)
+    if isinstance(module, PreTrainedModel):  # a model may initialize buffers of its layers (Falcon-H1's multipliers)
         with torch.no_grad():
             owner._init_weights(module)
 
@@ -129,7 +127,7 @@ def buffers_as_parameters(model: Any) -> None:
     """Turn the persistent buffers of a model into parameters.
 
     Checkpoints store these buffers (Apertus' activation, Gemma 4's layer scalars), so the values that transformers
-    computes are only initial values. Buffers of integers stay: a probe refuses those that a decoder reads.
+    computes are only initial values. Buffers of integers stay buffers: a probe refuses a model that reads them.
     """
     for module in model.modules():
         for name, buffer in list(module._buffers.items()):
@@ -167,7 +165,7 @@ def _own_attention(config: Any) -> UsageError:
 def _has_heads(config: Any) -> bool:
     try:
         return hasattr(config, "num_attention_heads")
-    except Exception:  # transformers' own error for a number that depends on the layer
+    except Exception:  # transformers raises an error for a number of heads that differs by layer
         return True
 
 
@@ -181,9 +179,9 @@ def _refuse_indexers(model: Any) -> None:
 
 
 def fix_rotary_frequencies(model: nn.Module, max_length: int) -> None:
-    """Fix rotary frequencies that depend on the sequence length (dynamic, longrope) at those of the longest sequence.
+    """Fix rotary frequencies that depend on the sequence length (dynamic, longrope) at those of `max_length` tokens.
 
-    An ONNX graph has one set of frequencies, and rotated keys cannot be rotated again.
+    An ONNX graph has one set of frequencies, and keys in the KV cache cannot be rotated again.
     """
     last = torch.full((1, 1), max_length - 1)
     for module in model.modules():
@@ -192,7 +190,7 @@ def fix_rotary_frequencies(model: nn.Module, max_length: int) -> None:
             with torch.no_grad():
                 module(torch.zeros(1, 1, 1), last)
             module.rope_type = "fixed"  # type: ignore[assignment]
-        elif isinstance(kinds, dict):  # one for each kind of layer
+        elif isinstance(kinds, dict):  # one rotary embedding for each kind of layer
             for layers in [layers for layers, kind in kinds.items() if _depends_on_length(kind)]:
                 with torch.no_grad():
                     module(torch.zeros(1, 1, 1), last, layers)
@@ -206,8 +204,8 @@ def _depends_on_length(rope_type: str) -> bool:
 def length_notes(config: Any, max_length: int) -> list[str]:
     """Return notes for the user on rotary frequencies that depend on the sequence length.
 
-    `fix_rotary_frequencies` fixes them at those of the longest sequence, so shorter sequences do not get the
-    frequencies that transformers would give them.
+    `fix_rotary_frequencies` fixes them at those of the longest sequence, so shorter sequences get other frequencies
+    than in transformers.
     """
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     notes = []
@@ -222,14 +220,14 @@ def length_notes(config: Any, max_length: int) -> list[str]:
 
 
 def is_composite(config: Any) -> bool:
-    """Return whether the config describes more than a decoder of text, such as an encoder of images."""
+    """Return whether a config describes more than a text decoder, such as an image encoder."""
     return config.get_text_config() is not config
 
 
 def parameter_sources(model: Any, tensors: Iterable[str]) -> dict[str, str]:
-    """Return the name of the checkpoint tensor of each parameter, by transformers' renaming rules.
+    """Return the name of each parameter's tensor in the checkpoint, by transformers' renaming rules.
 
-    Tied parameters share a tensor. Parameters that transformers would assemble from several tensors (separate tensors
+    Tied parameters share a tensor. Parameters that transformers would assemble from several tensors (such as one tensor
     for each expert) are left out.
     """
     rules = get_model_conversion_mapping(model)

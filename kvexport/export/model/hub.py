@@ -9,15 +9,15 @@ from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
 
 _TEXTS = ["*.json", "*.jinja"]
 _DOWNLOADED = [*_TEXTS, "*.safetensors"]
-# Mistral's own format and copies in subfolders: the same weights a second time.
+# Files that hold the same weights a second time: Mistral's own format, and copies in subfolders
 _NOT_DOWNLOADED = ["*/*.json", "*/*.safetensors", "consolidated*.safetensors"]
 
 
 def download(hub_id: str, revision: str | None, *, weights: bool = True) -> Path:
     """Return the folder of a hub model in the hub's cache, after downloading the files that the cache lacks.
 
-    Pickles and code are never downloaded. Offline this function fails within a second and prints nothing. transformers'
-    own readers of single files would repeat every request for 25 seconds and print each failure.
+    Pickles and code are never downloaded. Offline this function fails within a second and prints nothing, whereas
+    transformers' readers of single files would repeat every request for 25 seconds and print each failure.
     """
     try:
         from huggingface_hub import snapshot_download

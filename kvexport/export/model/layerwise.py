@@ -1,8 +1,8 @@
 """A Hugging Face decoder that is run and differentiated layer by layer.
 
-The forward pass stores the input of every layer. A layer's backward pass runs that layer again from its input. Each
-module reads its own weights when it is called (`kvexport.export.model.streamed`). The memory therefore contains the
-weights and activations of one layer, the inputs of all layers, and the output head.
+The forward pass stores the input of every layer. The backward pass of a layer runs that layer again from its input.
+Each module reads its own weights when it is called (`kvexport.export.model.streamed`). At any time, memory therefore
+holds the weights and activations of one layer, the inputs of all layers, and the output head.
 """
 
 from __future__ import annotations
@@ -83,12 +83,11 @@ class LayerwiseDecoder:
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int], kept: Sequence[int], attention: Attending) -> Tensor:
-        """Return the logits [kept, vocabulary] of a text at the positions `kept`."""
+        """Return the logits [kept, vocabulary] of the tokens `ids` at the positions `kept`."""
         with self._running(attention):
             return self._call(ids, kept)
 
     def _call(self, ids: Sequence[int], kept: Sequence[int]) -> Tensor:
-        """Return the logits [kept, vocabulary] of the model at the positions `kept`."""
         logits: Tensor = self._model(
             input_ids=torch.tensor([list(ids)]),
             position_ids=torch.arange(len(ids))[None],
@@ -105,7 +104,7 @@ class _Passes:
     def last_gradients(
         self, kept: Sequence[int], attention: Attending, directions: Callable[[Tensor], Iterable[Tensor]]
     ) -> list[Tensor]:
-        """Return gradients [1, T, hidden] at the last layer's output."""
+        """Return the gradient [1, T, hidden] at the last layer's output for each of the `directions` of the logits."""
         decoder, is_tuple = self._decoder, isinstance(self._output, tuple)
         last = (self._output[0] if is_tuple else self._output).detach().requires_grad_(True)
         for layer in decoder.layers:

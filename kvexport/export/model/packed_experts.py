@@ -1,7 +1,7 @@
-"""The weight of all experts of a layer, from a checkpoint with a packed matrix for each expert.
+"""The weight of all experts of a layer, from a checkpoint that has a packed matrix for each expert.
 
-The rows of the weight are those of its matrices, one matrix after another, so a build copies packed numbers and scales,
-and dequantizes nothing. All matrices of a weight have one packed format.
+The rows of the weight are those of the matrices, one matrix after another. A build therefore copies packed numbers and
+scales, and dequantizes nothing. All matrices of a weight have one packed format.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from kvexport.errors import UsageError
 from kvexport.export.hooks.experts import Layout, expert_modules
 from kvexport.export.model.tensors import PackedExperts
 
-_SHOWN = 3  # names in a message
+_SHOWN = 3  # the most names of missing tensors in an error message
 _ROUTER = re.compile(r"\.(gate|router)\.")
 
 
 def kept_packed(
     name: str, rule: Any, named: Mapping[str, Sequence[Any]], shape: tuple[int, ...], layout: Layout
 ) -> PackedExperts | None:
-    """Return the packed weight that a conversion rule of transformers assembles from the packed matrices of experts."""
+    """Return the packed weight that a conversion rule of transformers makes of experts' packed matrices, or None."""
     operations = [(type(operation), operation.dim) for operation in rule.operations if hasattr(operation, "dim")]
     joins = operations in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
     if len(shape) != 3 or not joins or len(operations) != len(rule.operations):
@@ -45,7 +45,7 @@ def kept_packed(
 
 
 def why_floats(matrices: Sequence[Any]) -> str:
-    """Return why packed matrices of experts become floats in an artifact; "" if none is packed."""
+    """Return why packed matrices of experts become floats in an artifact; "" if no matrix is packed."""
     formats = sorted({matrix.packing.label for matrix in matrices if getattr(matrix, "packing", None) is not None})
     if not formats:
         return ""
@@ -61,7 +61,7 @@ def require_experts(named: Mapping[str, Sequence[str]], experts: int, parameter:
             return
         wildcard = re.compile(re.escape(pattern.lstrip("^")).replace(r"\*", r"(\d+)"))
         matches = [(match, name) for name in names if (match := wildcard.search(name)) is not None]
-        if names and not matches:  # the checkpoint's names are others, which transformers renames before the rule
+        if names and not matches:  # names of the checkpoint that transformers changes before it applies the rule
             return
         numbered[pattern] = {int(match[1]): name for match, name in matches}
     example = next((names for numbers in numbered.values() for names in numbers.values()), parameter)
@@ -89,7 +89,7 @@ def _any_name(numbers: Mapping[int, str], example: str) -> str:
 
 
 def refuse_other_router(model: Any, tensors: Iterable[str]) -> None:
-    """Refuse a checkpoint whose routers have tensors that those of the model do not have, such as a correction bias."""
+    """Raise UsageError if routers in the checkpoint have tensors that the model's routers lack, such as a bias."""
     parents = {prefix.rpartition(".")[0]: module for prefix, module in expert_modules(model)}
     rules = get_model_conversion_mapping(model) if parents else []
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]

@@ -1,4 +1,4 @@
-"""Detection of the attention and the states of a decoder's layers, in a forward pass without weights.
+"""A forward pass without weights that finds the attention and the recurrent states of a decoder's layers.
 
 A model that kvexport cannot export is refused with an error that names the reason.
 """
@@ -25,31 +25,31 @@ from kvexport.plan.cache import LayerGeometry, LayerStates
 
 PROBE_POSITIONS = (1 << 20, (1 << 20) + 1, (1 << 20) + 37)
 PROBE_SPAN = 1 << 18
-STATELESS = ("moe", "mlp")  # names of layers in configs that compute each token by itself (Nemotron-H)
+STATELESS = ("moe", "mlp")  # config.json's names of layers that compute each token by itself (Nemotron-H)
 
 
 class _Mask:
-    """An attention mask as a function of positions, instead of the tensor that a model expects."""
+    """An attention mask as a function of positions, in place of the tensor that a model expects."""
 
     def __init__(self, visible: Any) -> None:
         self.visible = visible
 
     def __getitem__(self, index: Any) -> _Mask:
-        """Return the mask itself if `index` selects all of its rows. Gemma 4 indexes masks by its rows of logits."""
+        """Return the mask itself if `index` selects all of its rows: Gemma 4 indexes masks so."""
         if any(part not in (slice(None), slice(0, None)) for part in index):
             raise TypeError(f"{_Mask.__name__} has no part {index}")
         return self
 
 
 class _Probe:
-    """A recorder of how each layer calls its attention, in a forward pass on fake tensors."""
+    """A recorder of how each layer calls its attention, in a forward pass on fake tensors (tensors without data)."""
 
     def __init__(self, model: Any) -> None:
         self.model_type = model.config.model_type
         self.cache = RecurrentCache(self.model_type)
         self.layers: dict[int, LayerGeometry] = {}
-        self.readers: dict[int, int] = {}  # layers that read the keys of another layer, and that layer
-        self._windows: list[tuple[Any, int]] = []  # of masks that were looked at; layers share them
+        self.readers: dict[int, int] = {}  # for each layer that reads the keys of another layer: that other layer
+        self._windows: list[tuple[Any, int]] = []  # (mask, sliding window) of every mask so far; layers share masks
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         index = options["layer"]
@@ -91,9 +91,9 @@ class _Probe:
         return None if mask_function is None else _Mask(mask_function)
 
     def _window(self, name: str, mask_function: Any) -> int:
-        """Return the size of a layer's sliding window, the number of positions that a query sees; 0 for all.
+        """Return the size of a layer's sliding window: the number of positions that a query sees, with its own.
 
-        A query's own position counts.
+        The result is 0 if a query sees all earlier positions.
         """
         if mask_function is None:
             return 0
@@ -105,7 +105,7 @@ class _Probe:
                 zero, query, keys = torch.tensor(0), torch.tensor(q), torch.arange(q - PROBE_SPAN, q + 2)
                 try:
                     visible = torch.as_tensor(mask_function.visible(zero, zero, query, keys)).expand(keys.shape[0])
-                except IndexError:  # it looks positions up among the tokens of this call
+                except IndexError:  # the mask looks positions up among the tokens of this call
                     visible = None
                 if visible is None or isinstance(visible, FakeTensor):
                     raise UsageError(
@@ -128,8 +128,8 @@ class _Probe:
 
 
 class Layout(NamedTuple):
-    geometry: list[LayerGeometry]  # attention of each layer that attends
-    attention_layers: tuple[int, ...]  # numbers of these layers; empty if every layer attends
+    geometry: list[LayerGeometry]  # attention of each layer that has a KV cache
+    attention_layers: tuple[int, ...]  # numbers of the layers that have a KV cache; empty if every layer has one
     states: tuple[LayerStates, ...]  # recurrent states of the layers that have one
     readers: dict[int, int]  # for each layer that attends to the cache of another layer, the number of that layer
 
@@ -179,7 +179,10 @@ def probe_layers(model: Any, mode: FakeTensorMode) -> Layout:
 
 
 def _require_same_attention(name: str, geometry: LayerGeometry, source: int, own: LayerGeometry) -> None:
-    """Raise UsageError if a layer reads the KV cache of a layer whose attention differs in more than query heads."""
+    """Raise UsageError if a layer reads a KV cache of another layer with attention of another kind.
+
+    Only the number of query heads may differ.
+    """
     for field in ("sliding_window", "softcap", "scale", "sink_logits", "kv_heads", "key_size", "value_size"):
         here, there = getattr(geometry, field), getattr(own, field)
         if here != there:
@@ -200,7 +203,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _keep_read(model: Any, reads: _Reads) -> None:
-    """Keep only the parameters that a forward pass on tokens reads, without those of image and audio encoders."""
+    """Keep only the parameters that a forward pass on tokens reads; drop those of image and audio encoders."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in reads.ids:
@@ -250,7 +253,7 @@ def _refuse_integers(model: Any, reads: _Reads) -> None:
 
 def _refuse_own_positions(model: Any) -> None:
     taken = "position_ids" in inspect.signature(model.forward).parameters
-    # RoBERTa's kin begin at the padding id where nobody says so, and at 0 where somebody does.
+    # Models like RoBERTa number positions from the padding id without position_ids, and from 0 with them.
     if not taken or any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         raise UsageError(
             f"{model.config.model_type} numbers positions in its own way, not as position_ids from 0; it cannot be "

@@ -1,7 +1,7 @@
-"""The rotary embedding of a decoder as frequencies.
+"""The rotary embedding of a decoder as frequencies, measured on the model's own functions.
 
-Methods that rotate keys, and positions in the cache, need these frequencies. They are measured on the model's own
-functions. Unusual embeddings are refused.
+Compression methods that rotate keys, and the setting `cache.positions: cache`, need these frequencies. A model whose
+keys are rotated in another way than by position times frequency is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvexport.methods.primitives.pairs import rotated
 from kvexport.methods.slots import Rotary
 from kvexport.plan.cache import LayerGeometry
 
-APPLY = "apply_rotary_pos_emb"  # what transformers calls the function in nearly every model
+APPLY = "apply_rotary_pos_emb"  # the name of the function that rotates, in nearly every model of transformers
 POSITIONS = (0, 1, 7, 1000)
 METHOD, OTHER_METHOD = (
     "this method rotates keys to each other's positions",
@@ -41,7 +41,7 @@ class _NotRotary(Exception):
 class _RotaryCall:
     """One call of a model's rotary embedding function.
 
-    It consists of the function, the module that computed its cosines, and the other arguments of both.
+    It consists of the function, the module that computed the cosines, and the other arguments of both.
     """
 
     apply: Any
@@ -52,7 +52,7 @@ class _RotaryCall:
 
 
 class _Probe:
-    """A recorder of the rotary embedding call before each layer's attention, in a forward pass on fake tensors."""
+    """A recorder of the rotary embedding call before each layer's attention, in a forward pass without data."""
 
     def __init__(self, model: Any) -> None:
         self.model_type = model.config.model_type
@@ -76,7 +76,7 @@ class _Probe:
         return None
 
     def note(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-        """Store the cosines that a rotary embedding module computed. This method is a forward hook of the module."""
+        """Store the cosines that a rotary embedding module computed; this method is a forward hook of such modules."""
         extra = (
             {"layer_type": arguments[2]}
             if len(arguments) > 2
@@ -116,7 +116,7 @@ class _Probe:
 def read_rotary(
     model: Any, mode: FakeTensorMode, geometry: list[LayerGeometry], *, cache_positions: bool = False
 ) -> list[LayerGeometry]:
-    """Return the layers' attention geometry `geometry` completed by the rotary embedding of every layer.
+    """Return the layers' attention geometry with the rotary embedding of every layer filled in.
 
     A layer that rotates nothing gets no rotary embedding.
     """
@@ -158,7 +158,7 @@ def _rotary(call: _RotaryCall | None) -> Rotary:
     positions = torch.tensor([POSITIONS])
     cosine, sine = call.module(torch.zeros(1, 1, 1), positions, **call.layer_type)
     key = torch.linspace(-1.0, 1.0, call.key_size).expand(1, 1, len(POSITIONS), -1)
-    across = call.options.get("unsqueeze_dim", 1) == 2  # tokens before heads
+    across = call.options.get("unsqueeze_dim", 1) == 2  # whether tokens come before heads
     arranged = key.transpose(1, 2) if across else key
     result = call.apply(arranged, arranged, cosine, sine, **call.options)[1]
     result = result.transpose(1, 2) if across else result

@@ -20,7 +20,7 @@ from kvexport.recipe.fields import Recipe
 from kvexport.tensor_files.casting import load_tensor, read_rows
 
 UNREAD = nn.UninitializedParameter(requires_grad=False)
-"""In the place of a weight. Whatever is computed with it is an error, where one on the meta device may give numbers."""
+"""The placeholder of a weight that is not in memory. Any computation with it is an error."""
 
 
 def stream_weights(model: Any, checkpoint: Checkpoint, sources: Mapping[str, str]) -> None:
@@ -40,7 +40,7 @@ def float_model(checkpoint: Checkpoint, recipe: Recipe, attention: str = "sdpa")
     config = load_config(str(checkpoint.path), recipe)
     try:
         model = on_meta(config, torch.float32, recipe.rotary_length, attention)
-    except ValueError:  # it has sink logits, or another reason why transformers will not have it so
+    except ValueError:  # transformers refuses this attention for the model, for example because of sink logits
         model = on_meta(config, torch.float32, recipe.rotary_length, "eager")
     buffers_as_parameters(model)
     return model.eval()
@@ -66,7 +66,7 @@ def _pick_rows(checkpoint: Checkpoint, tensor: str) -> Any:
         else:
             rows = dense_values(checkpoint.computed[tensor])[used.numpy()]
         module._parameters["weight"] = nn.Parameter(torch.from_numpy(rows), requires_grad=False)
-        module.padding_idx = None  # it is one of the rows that are left out
+        module.padding_idx = None  # the row of padding may be among those that are not read
         return (places, *args[1:])
 
     return hook

@@ -1,4 +1,4 @@
-"""A checkpoint that was read. A weight is a tensor in one of its files, or a source that computes it."""
+"""A checkpoint that was read. A weight is a tensor in one of its files, or is computed from such tensors."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Source(Protocol):
     def blocks(self) -> Iterator[dict[str, Array]]:
         """Yield all rows of the weight, block by block.
 
-        A packed block has the tensors of `PackedFormat.tensors` without the table and the order, as stored
-        (`kvexport.ops.packed.pack`), but `zero` [rows, groups] as numbers; a block of floats has `weight` [rows,
-        inputs] float32.
+        A block of a packed weight has the tensors of `PackedFormat.tensors` without table and order. They are as stored
+        (`kvexport.ops.packed.pack`), but `zero` [rows, groups] has one number in each element. A block of a float
+        weight has `weight` [rows, inputs] float32.
         """
         ...
 
     def order(self) -> NDArray[np.int64]:
-        """Return the stored order [inputs] of the columns of a weight whose packed format is `ordered` (act-order)."""
+        """Return the order [inputs] in which the columns of an `ordered` (act-order) packed weight are stored."""
         ...
 
 
@@ -56,14 +56,14 @@ class Checkpoint:
     config: dict[str, Any]  # content of config.json
     tensors: dict[str, TensorEntry]
     generation_config: dict[str, Any]  # content of generation_config.json; empty if there is none
-    # Sha256 (hex) over the bytes of config.json and, in the order of names, every shard's name, size and header. No
-    # weight is read, so two trained versions of the same architecture in equal files have the same fingerprint.
+    # SHA-256 (hex) over the bytes of config.json and, in the order of names, every shard's name, size and header. No
+    # weight is read, so two trained versions of one architecture in files of equal sizes have the same fingerprint.
     fingerprint: str
-    # Weights that are computed from tensors, such as packed ones, by the name that the weight would have
+    # Weights that are computed from tensors, such as packed weights, by the name that a float weight would have
     computed: Mapping[str, Source] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # notes on content that is not kept unchanged
-    files: tuple[Path, ...] = ()  # files of the weights, also of packed ones; none if only the config was read
-    texts: tuple[Path, ...] = ()  # files that an artifact takes over as they are
+    files: tuple[Path, ...] = ()  # files of all weights; none if only the config was read
+    texts: tuple[Path, ...] = ()  # tokenizer files that an artifact contains as they are in the checkpoint
 
     def require_folder(self, purpose: str) -> None:
         """Raise UsageError if the weights are in a GGUF file, because `purpose` needs a config that can be changed."""
@@ -123,19 +123,19 @@ class PackedExperts:
 
     name: str  # parameter of the model
     full_shape: tuple[int, ...]
-    # Matrices of the experts in the order of their rows, such as the gate and the up projection of the first expert,
-    # and then those of the second. All have one packed format, or all are floats.
+    # Matrices of the experts in the order of their rows: for example the gate and the up projection of the first
+    # expert, then those of the second. All matrices have one packed format, or all are floats.
     matrices: tuple[Source, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [rows of all experts, inputs]."""
+        """The shape [experts x outputs, inputs] of the experts' weights as one matrix."""
         experts, outputs, inputs = self.full_shape
         return experts * outputs, inputs
 
     @property
     def packing(self) -> PackedFormat | None:
-        """The packed format of every matrix; None for floats."""
+        """The packed format that all matrices of the experts have; None for floats."""
         return self.matrices[0].packing
 
     def blocks(self) -> Iterator[dict[str, Array]]:
@@ -143,7 +143,7 @@ class PackedExperts:
             yield from matrix.blocks()
 
     def order(self) -> NDArray[np.int64]:
-        """Raise NotImplementedError: matrices whose columns have an order of their own are not kept packed."""
+        """Raise NotImplementedError: matrices with reordered columns (act-order) are not kept packed."""
         raise NotImplementedError
 
 

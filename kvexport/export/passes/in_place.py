@@ -1,8 +1,9 @@
 """A proof from the nodes of an ONNX graph that past and present cache state may share their buffers.
 
-ONNX Runtime's planner does not know that two of its buffers are one. Writing `present.x` over `past.x` is safe under
-two conditions. Every other node that reads `past.x`, or a view of it, must run before the node that writes. The node
-that writes must read each element before it overwrites it (it writes single rows, or element by element).
+ONNX Runtime's planner does not know that the buffer of an input `past.x` is also that of the output `present.x`.
+Writing `present.x` over `past.x` is safe under two conditions. Every other node that reads `past.x`, or a view of it,
+must run before the node that writes. And the node that writes must read each element before it overwrites the element:
+it writes single rows, or element by element.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from onnx import inliner
 
 from kvexport.errors import KvexportError
 
-# These read element i before they write element i, or write only the rows they are given.
+# Operators that read element i before they write element i, or that write only the given rows
 SAFE_WRITERS = {"ScatterND", "ScatterElements", "Where", "Identity", "Add"}
-# The output of these may be their input's own buffer: a reader of the one reads the other.
+# Operators whose output may be the buffer of their input, so that a reader of the output reads the input
 VIEWS = {"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"}
 
 
@@ -61,7 +62,7 @@ def check_in_place(model: onnx.ModelProto) -> None:
                     pending += set(nodes[i].output) - names
                     names.update(nodes[i].output)
         if nodes[writer].op_type == "Identity" and nodes[writer].input[0] in names:
-            continue  # passed through: it is written over itself
+            continue  # the tensor is only passed through, and written over itself
         for i in sorted({i for name in names for i in readers[name]}):
             node = nodes[i]
             if node.op_type == "Shape":  # a shape does not change
@@ -76,8 +77,8 @@ def check_in_place(model: onnx.ModelProto) -> None:
 def _reads_safely(writer: onnx.NodeProto, names: set[str]) -> bool:
     """Return whether the node that overwrites a cache state tensor reads that tensor safely.
 
-    Reading is safe if the node reads each element before it overwrites the element. A scatter node may not read its
-    indices or its updates from the state tensor.
+    It does if it reads each element before it overwrites the element. A scatter node must not read its indices or its
+    updates from the state tensor.
     """
     rest = writer.input[1:] if writer.op_type.startswith("Scatter") else []
     return writer.op_type in SAFE_WRITERS and names.isdisjoint(rest)

@@ -1,11 +1,11 @@
-"""The graph pass that selects the last token's row already after the last layer's attention.
+"""The graph pass that selects the last token's row right after the last layer's attention.
 
     m = ... Linear(...), norms, residuals ...       [B, T, C], each row computed by itself; nothing else reads it
     y = GatherElements<axis = 1>(m, Expand(row))    row [B, 1, 1]: one row of every sequence, [B, 1, C]
 =>  GatherElements of every x that these nodes read rows of; they compute one row, [B, 1, C]; that of m is gone
 
-A decoder that returns only the logits of the last token ends with these nodes. For a chunk of a prompt it needs the
-nodes after the last attention (output projection, norms, MLP, residuals) for one row of each sequence.
+A decoder that returns only the logits of the last token ends with these nodes. Of each chunk of a prompt, only one row
+of every sequence is then computed by the nodes after the last attention (output projection, norms, MLP, residuals).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvexport.export.passes.nodes import Dims, dims, is_op, show
 from kvexport.export.passes.report import Rewrite
 
 PRODUCTS = {*OP_TYPES, "MatMul"}
-# These compute each row of their first input by itself, along the last axis.
+# Operators that compute each row of their first input by itself, along the last axis
 ALONG_ROWS = {"RMSNormalization", "LayerNormalization", "Split"}
 ELEMENTWISE = {
     "Abs", "Add", "Cast", "Clip", "Div", "Elu", "Erf", "Exp", "Gelu", "HardSigmoid", "HardSwish", "Identity",
@@ -47,9 +47,9 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why picking the last token's row cannot move up the graph; empty if it can.
+    """Return why the last token's row cannot be picked further up in the graph; "" if it can.
 
-    It can if one row of every sequence is picked, and a matrix product above it needs no other row.
+    It can if one row of every sequence is picked, and a matrix product above needs no other row.
     """
     pick, data, row = match
     shape, axis = dims(data), pick.attributes.get_int("axis", 0)
@@ -84,7 +84,7 @@ def rewrite(match: Match) -> None:
 
 
 def _movable(match: Match) -> dict[ir.Node, list[ir.Value]]:
-    """Return the nodes that need to compute only the picked row, last to first, each with its inputs read by row."""
+    """Return the nodes that need only the picked row, last to first, each with the inputs that it reads by row."""
     pick, graph = match.pick, match.pick.graph
     assert isinstance(graph, ir.Graph)
     batch, tokens, _ = dims(match.data)
@@ -107,8 +107,8 @@ def _sources(moved: dict[ir.Node, list[ir.Value]]) -> list[ir.Value]:
 def _row_inputs(node: ir.Node, rows: Dims) -> list[ir.Value]:
     """Return the inputs that an ONNX node reads row by row, for rows [B, T].
 
-    Each row of all the node's outputs has to depend on that row of these inputs only, and on values that all rows
-    share. The result is empty if the shapes do not prove this.
+    Each row of the node's outputs depends only on that row of these inputs, and on values that all rows share. The
+    result is empty if the shapes do not prove this.
     """
     inputs = [value for value in node.inputs if value is not None]
     if not inputs or not all(_has_rows(value, rows) for value in node.outputs):
@@ -132,8 +132,8 @@ def _row_inputs(node: ir.Node, rows: Dims) -> list[ir.Value]:
 def _linear_row_inputs(node: ir.Node, rows: Dims) -> list[ir.Value]:
     """Return the inputs that a Linear node with one product reads row by row: its data and its residual.
 
-    The data may have a dimension of heads. All rows of a sequence share its adapter. The result is empty if the shapes
-    leave a doubt.
+    The data may have a dimension of heads. All rows of a sequence share its LoRA adapter. The result is empty if the
+    shapes leave a doubt.
     """
     form = form_of(node)
     if len(form.inputs) != len(node.inputs):
@@ -163,15 +163,16 @@ def _same_for_all_rows(value: ir.Value) -> bool:
 def _row_of(graph: ir.Graph, value: ir.Value, row: ir.Value) -> ir.Value:
     """Add nodes that pick one token's row of a value [B, T, C] or [B, heads, T, D], and return the picked row.
 
-    `row` [B, 1, 1] is the token's index. GatherElements picks the row with an index for each of its elements, because
-    ONNX Runtime's CUDA provider cannot replay a GatherND in a CUDA graph: it reads memory that the first run has freed.
+    `row` [B, 1, 1] is the index of the token. GatherElements with an index for each element picks the row, because ONNX
+    Runtime's CUDA provider cannot replay a GatherND in a CUDA graph: a GatherND reads memory that its first run has
+    freed.
     """
     name, picked = str(value.name), _with_one_row(value)
     index = row
     if len(picked) == 4:
         axes = _initializer(graph, f"{name}.heads", [1])
         index = _append(graph, "Unsqueeze", [row, axes], f"{name}.rows", ir.Shape([picked[0], 1, 1, 1]), row.type)
-    # The batch is 1 here, and broadcasts to that of the index.
+    # The batch is 1 in these sizes, and broadcasts to the batch of the index.
     sizes = _initializer(graph, f"{name}.sizes", [1, *(size for size in picked[1:] if isinstance(size, int))])
     elements = _append(graph, "Expand", [index, sizes], f"{name}.elements", picked, row.type)
     return _append(graph, "GatherElements", [value, elements], f"{name}.row", picked, value.type, axis=len(picked) - 2)

@@ -1,13 +1,13 @@
-"""The products of a decoder for GPUs: nodes Linear and Experts become operators of ONNX Runtime and of ONNX.
+"""The matrix products of a decoder for GPUs: Linear and Experts nodes become operators of ONNX Runtime and ONNX.
 
     y = Linear(x, weight, ...)   =>  y = com.microsoft.FusedMatMul<transB>(x, weight)
     with a packed weight         =>  y = com.microsoft.MatMulNBits<K, N, bits, block_size>(x, weight, scale, zero?)
     with a minimum               =>  y = MatMulNBits(...) + FusedMatMul<transB>(sums of x over groups, minimum)
 
-The steps around the products are those of the operators' ONNX functions; Experts loops over the experts, and picks the
-packed weights of one. ONNX Runtime's CUDA provider has kernels of these operators. From the functions it would multiply
-by a copy of a packed weight in floats. The bytes of a packed weight are in the layout of MatMulNBits already
-(`kvexport.export.weights.nbits`); here its initializers get that operator's types.
+The steps around a product are those of the ONNX functions of Linear and Experts. Experts loops over the experts and
+picks the packed weights of one. ONNX Runtime's CUDA provider has kernels of these operators. With the ONNX functions it
+would multiply by a copy of a packed weight in floats. The bytes of a packed weight are already in the layout of
+MatMulNBits (`kvexport.export.weights.nbits`); this module gives its initializers the types of that operator.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SIGNED = (ir.DataType.INT4, ir.DataType.INT8)
 
 
 class Weight(NamedTuple):
-    """A weight [outputs, inputs]; the inputs that follow it, such as its scale; and the types of numbers and scales."""
+    """The sizes of a weight [outputs, inputs], the names of its other tensors such as the scale, and its types."""
 
     outputs: int
     inputs: int
@@ -44,9 +44,9 @@ class Weight(NamedTuple):
 
 
 def put_products(model: ir.Model) -> list[onnx.FunctionProto]:
-    """Give every Linear and Experts node a function of ONNX Runtime's operators, and return these functions.
+    """Give every Linear and Experts node a function made of ONNX Runtime's operators; return these functions.
 
-    `inlined` then replaces the nodes by them.
+    `inlined` then replaces the nodes by the functions.
     """
     functions: dict[str, onnx.FunctionProto] = {}
     types = {value: value.dtype for value in model.graph.initializers.values()}
@@ -109,7 +109,7 @@ def _of_experts(node: ir.Node, types: Types, sizes: Sizes) -> onnx.FunctionProto
 def _weight(
     inputs: Mapping[str, ir.Value], names: Sequence[str], parts: tuple[str, ...], group: int, types: Types, sizes: Sizes
 ) -> Weight:
-    """Return a weight of a node, after its packed initializers got the types of MatMulNBits."""
+    """Return the weight of a node, after its packed initializers got the types that MatMulNBits takes."""
     value = inputs[names[0]]
     *experts, outputs, columns = (int(size) for size in sizes.get(value) or known_shape(value))
     if not parts:
@@ -177,7 +177,7 @@ def _product(
     operands = [rows, name, scale]
     if "zero" in parts:
         operands.append(parts["zero"])
-    elif weight.numbers not in SIGNED:  # the operator's own zero point is half of the range
+    elif weight.numbers not in SIGNED:  # without a zero point, MatMulNBits subtracts half of the range
         lines += [
             f"{result}_shape = Constant <value_ints = [{weight.outputs}, {-(-groups * bits // 8)}]> ()",
             f"{result}_zero = ConstantOfShape <value = uint8[1] {{0}}> ({result}_shape)",

@@ -50,8 +50,8 @@ def show(shape: Sequence[int | str | None]) -> str:
 def replace(nodes: Sequence[ir.Node], new: ir.Node, outputs: Sequence[ir.Value] | None = None) -> None:
     """Replace `nodes` of a graph by the node `new`, which is inserted after the last of them and takes its name.
 
-    The outputs of `new` replace `outputs` (None: the outputs of the last node). Nodes of `nodes` that no other node
-    reads are removed.
+    The outputs of `new` replace `outputs` (None: the outputs of the last node). Replaced nodes are removed if no other
+    node reads their outputs.
     """
     last = nodes[-1]
     new.name = last.name

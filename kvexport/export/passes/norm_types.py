@@ -4,8 +4,8 @@
 =>  y = RMSNormalization(Cast<to = float32>(x), scale)
 
 The exporter creates such norms for models that scale before they round (Gemma, Olmo 2). It omits the model's cast of
-the rows, because the operator normalises in float32 anyway. By ONNX's definition, however, the operator rounds to the
-type of the rows before it scales. Its function also multiplies two types, which ONNX Runtime refuses.
+the rows, because the operator normalizes in float32 anyway. By ONNX's definition, however, the operator rounds to the
+type of the rows before it scales. Its ONNX function also multiplies two types, which ONNX Runtime refuses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def pattern(node: ir.Node) -> list[ir.Node]:
 
 
 def check(norm: ir.Node) -> str:
-    """Return why the rows of an RMSNormalization cannot be cast to the type of its scale; empty if they can.
+    """Return why the rows of an RMSNormalization cannot be cast to the type of its scale; "" if they can.
 
     Only a cast from float16 to float32 is allowed, because it is exact.
     """

@@ -9,20 +9,16 @@ from kvexport.export.passes.report import PassReport
 
 
 def remove_unused(model: ir.Model) -> PassReport:
-    """Remove the nodes, initializers and functions of a graph that no node reads, and return the pass's report.
-
-    The report's `applied` is the number of removed nodes.
-    """
+    """Remove the nodes, initializers and functions that no node of a graph reads; report how many nodes went."""
     before = len(model.graph)
     RemoveUnusedNodesPass()(model)
     return PassReport("unused nodes", applied=before - len(model.graph))
 
 
 def sort_nodes(model: ir.Model) -> PassReport:
-    """Sort the nodes of a graph so that each comes after the nodes whose outputs it reads.
+    """Sort the nodes of a graph so that each comes after the nodes whose outputs it reads; report how many moved.
 
-    A fused Linear of several products is at the place of the last of them, so a node that reads the first one may come
-    before it.
+    A Linear node fused from several is at the place of the last of them, so a reader of the first may come before it.
     """
     before = list(model.graph)
     model.graph.sort()

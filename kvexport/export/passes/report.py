@@ -17,7 +17,7 @@ Match = TypeVar("Match")
 class PassReport:
     name: str
     applied: int = 0  # how often the pass rewrote nodes
-    # (name of the node or of its first output, reason) of every place where the pattern matched and the check refused
+    # (name of a node or of its first output, reason) for every place where the pattern matched but the check refused
     refused: list[tuple[str, str]] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -30,17 +30,17 @@ Pass = Callable[[ir.Model], PassReport]
 
 @dataclass(frozen=True)
 class Rewrite(Generic[Match]):
-    """A pass over the nodes of an ONNX graph, one by one in order, that rewrites each match of a pattern.
+    """A pass that visits the nodes of an ONNX graph in order, and rewrites each match of a pattern.
 
-    Nodes that the pass removed are left out.
+    Nodes that the pass itself removed are not visited.
     """
 
     name: str  # name of the pass
-    # Returns the matches that end at a node. It compares only operators and the connections between nodes.
+    # Returns the matches that end at a node; it compares only operators and the connections between nodes
     pattern: Callable[[ir.Node], Iterable[Match]]
-    # Returns why a match must stay (shapes, types, other readers); empty if it may be rewritten
+    # Returns why a match must not be rewritten (shapes, types, other readers); "" if it may be
     check: Callable[[Match], str]
-    rewrite: Callable[[Match], None]  # changes the graph. The first match of a node without a reason is rewritten.
+    rewrite: Callable[[Match], None]  # changes the graph; only a node's first match that may be rewritten is
 
     def __call__(self, model: ir.Model) -> PassReport:
         report = PassReport(self.name)

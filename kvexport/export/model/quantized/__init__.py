@@ -1,1 +1,1 @@
-"""Readers of quantized checkpoints, one module per layout: the tensors that form a packed weight, and its numbers."""
+"""Readers of quantized checkpoints, one module for each layout."""

@@ -1,10 +1,10 @@
 """The layouts of GPTQ and AWQ checkpoints: 32-bit words that pack a weight matrix [inputs, outputs].
 
 GPTQ packs neighbouring inputs: word [k / 8, n] holds inputs k to k + 7 of output n, from the lowest bits up. Version 1
-stores each zero point minus 1. `g_idx` has the group of every input. If groups are not contiguous ("act-order"), the
-columns are sorted by group. AWQ packs outputs: word [k, n / 8] holds outputs n to n + 7 of input k, in the order 0, 2,
-4, 6, 1, 3, 5, 7. In both a weight is (number - zero) * scale. Sources: AutoGPTQ's qlinear_cuda, GPTQModel's
-convert_gptq_v1_to_v2_format, AutoAWQ's packing_utils.
+of GPTQ stores each zero point minus 1. The tensor `g_idx` has the group of every input. If groups are not contiguous
+("act-order"), kvexport sorts the columns by group. AWQ packs neighbouring outputs: word [k, n / 8] holds outputs n to n
++ 7 of input k, in the order 0, 2, 4, 6, 1, 3, 5, 7. In GPTQ and AWQ a weight is (number - zero) * scale. Sources:
+AutoGPTQ's qlinear_cuda, GPTQModel's convert_gptq_v1_to_v2_format, AutoAWQ's packing_utils.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from kvexport.ops.packed import PackedFormat, pack
 from kvexport.tensor_files.entry import TensorEntry
 
 Layout = Literal["gptq", "gptq_v2", "awq"]
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word each of eight outputs is
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each of eight outputs in a word of AWQ
 _BLOCK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
 class ColumnPacked:
-    """A weight of a GPTQ or AWQ checkpoint: 32-bit words that pack numbers of a matrix [inputs, outputs]."""
+    """A weight of a GPTQ or AWQ checkpoint: 32-bit words that pack the numbers of a matrix [inputs, outputs]."""
 
     qweight: TensorEntry
     qzeros: TensorEntry
@@ -82,7 +82,7 @@ class ColumnPacked:
             yield block if self.packing.signed else {**block, "zero": np.ascontiguousarray(zero[:, own].T)}
 
     def _gptq(self, outputs: range) -> NDArray[np.uint8]:
-        # The bytes of a word are already in the order of the inputs.
+        # The bytes of a word of GPTQ are already in the order of the inputs.
         words = column_bytes(self.qweight, outputs).reshape(-1, len(outputs), 4)
         return np.ascontiguousarray(words.swapaxes(0, 1)).reshape(len(outputs), -1)
 
@@ -101,7 +101,7 @@ class ColumnPacked:
 
 
 def _awq_numbers(words: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return the 4-bit numbers [rows, outputs] of AWQ's words, given as bytes [rows, outputs / 2]."""
+    """Return the 4-bit numbers [rows, outputs] of AWQ's words, which are given as bytes [rows, outputs / 2]."""
     numbers = halves(words)
     ordered: NDArray[np.uint8] = numbers.reshape(len(words), -1, 8)[..., _AWQ_ORDER]
     return ordered.reshape(len(words), -1)
@@ -119,7 +119,6 @@ def _zeros(entry: TensorEntry, bits: int, layout: Layout) -> NDArray[np.uint8]:
 
 
 def read_columns(config: Mapping[str, Any], tensors: Tensors) -> Read:
-    """Return the packed weights of a GPTQ or AWQ checkpoint."""
     method = str(config.get("quant_method")).lower()
     layout = _layout(method, config)
     bits, group = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size", -1))
@@ -175,7 +174,8 @@ def _weight(
     if g_idx is not None:
         require_shape(g_idx, ("I32", "I64"), (k,))
     ordered = g_idx is not None and groups_in_order(g_idx, group) is not None
-    # Where every zero point is the middle the numbers are signed ones, and nothing need be subtracted.
+    # If every zero point is the middle of the range, the numbers are stored as signed ones, and no zero point is
+    # needed.
     signed = bool((_zeros(qzeros, bits, layout) == 1 << (bits - 1)).all())
     packing = PackedFormat(bits, signed, group, "none" if signed else "zero", packing.scale_dtype, ordered)
     return ColumnPacked(qweight, qzeros, scales, g_idx if ordered else None, layout, packing)

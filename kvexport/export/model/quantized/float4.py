@@ -1,12 +1,15 @@
 """Readers of weights in 4-bit floats: NVFP4, MXFP4, and bitsandbytes' NF4 and FP4.
 
-E2M1 has the numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, two in a byte, the first input in the low half.
-Twice each number is an integer, so these weights become packed weights with half the scale, whose numbers are indices
-of a table of sixteen integers. A scale is an 8-bit float for 16 inputs times one float for the tensor (NVFP4;
-compressed-tensors stores its reciprocal), or a power of two for 32 (MXFP4).
-bitsandbytes' sixteen numbers are a table of floats, and its blocks of 64 run over the flattened matrix, the first
-number of two in the high half: these weights are cast. Sources: compressed-tensors' NVFP4PackedCompressor, ModelOpt's
-NVFP4QTensor, bitsandbytes' QuantState and dequantize_4bit; OCP Microscaling Formats 1.0.
+A 4-bit float of type E2M1 is 0, 0.5, 1, 1.5, 2, 3, 4, 6 or the negative of one of these. A byte holds two of them, the
+first input in the low half. Twice each number is an integer, so NVFP4 and MXFP4 weights become packed weights with half
+the scale, whose numbers are 4-bit indices into a table of sixteen integers. In NVFP4 the scale of 16 inputs is an 8-bit
+float times one float for the whole tensor (compressed-tensors stores the reciprocal of that float). In MXFP4 the scale
+of 32 inputs is a power of two.
+
+The sixteen numbers of bitsandbytes are a table of floats. Its blocks of 64 numbers run over the flattened matrix, with
+the first number of a byte in the high half. bitsandbytes' weights are therefore cast to floats. Sources:
+compressed-tensors' NVFP4PackedCompressor, ModelOpt's NVFP4QTensor, bitsandbytes' QuantState and dequantize_4bit; OCP
+Microscaling Formats 1.0.
 """
 
 from __future__ import annotations
@@ -45,8 +48,8 @@ _FP8 = "F8_E4M3"
 class Float4:
     """A weight of 4-bit floats (E2M1), as in NVFP4 and MXFP4.
 
-    `total` is the scale of the whole tensor. The scales of groups are multiplied by it, or divided if `divides` is
-    true.
+    `total` is a scale of the whole tensor. The scales of groups are multiplied by `total`, or divided by it if
+    `divides` is true.
     """
 
     weight: TensorEntry
@@ -74,7 +77,6 @@ class Float4:
             yield {"weight": stored, "scale": scale[rows.start : rows.stop]}
 
     def _scales(self) -> NDArray[np.float32]:
-        """Return the scales [outputs, groups] of the weight."""
         stored = np.frombuffer(b"".join(read_blocks(self.scale)), np.uint8).reshape(self.scale.shape)
         if self.scale.dtype != _FP8:
             powers = np.ldexp(np.float32(1), stored.astype(np.int32) - 127)
@@ -93,9 +95,10 @@ class Float4:
 
 
 def float4(name: str, entry: TensorEntry, tensors: Tensors, prefix: str, total: str, *, divides: bool) -> Float4:
-    """Return the 4-bit float weight (MXFP4 or NVFP4) of a module whose numbers are the tensor `entry`.
+    """Return the 4-bit float weight (MXFP4 or NVFP4) of a module whose packed numbers are the tensor `entry`.
 
-    The weight is MXFP4 if its scales are integers, else NVFP4 with a scale for the whole tensor, named `total`.
+    The weight is MXFP4 if its scales are integers. Otherwise it is NVFP4 with a scale for the whole tensor, named
+    `total`.
     """
     scale = require(tensors, f"{prefix}.weight_scale", name)
     if entry.dtype != "U8" or len(entry.shape) != 2:
@@ -134,11 +137,11 @@ class TableOf16:
     weight: TensorEntry
     table: TensorEntry
     scale: TensorEntry
-    nested: tuple[TensorEntry, TensorEntry] | None  # where scales are quantized too, their table and their scales
+    nested: tuple[TensorEntry, TensorEntry] | None  # table and scales of the scales, if these are quantized too
     shape: tuple[int, int]
     block: int
     nested_block: int
-    offset: float  # of nested scales
+    offset: float  # number that is added to quantized scales
     packing: None = None
 
     @property

@@ -1,4 +1,4 @@
-"""The quantization that a checkpoint declares, and the reader of its layout."""
+"""The quantization that a checkpoint declares, and the choice of a reader for its layout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _READERS = {
 
 
 def quantization_of(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the description of quantized weights in config.json, its text_config, or ModelOpt's file beside it."""
+    """Return what a checkpoint says of its quantized weights; None if its weights are not quantized.
+
+    The description is in config.json, in the text_config there, or in ModelOpt's hf_quant_config.json.
+    """
     section: Any = None
     for candidate in (config, config.get("text_config")):
         if isinstance(candidate, Mapping):

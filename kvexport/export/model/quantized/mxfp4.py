@@ -1,9 +1,9 @@
-"""Experts in MXFP4, as gpt-oss has them: numbers of E2M1 in blocks of 32 inputs, with a power of two for each block.
+"""Experts in MXFP4, as gpt-oss has them: E2M1 numbers in blocks of 32 inputs, with a power of two for each block.
 
 A checkpoint has `{name}_blocks` [experts, outputs, groups, 16] U8, two numbers in a byte, the first input in the low
-half, and `{name}_scales` [experts, outputs, groups] U8, the exponents plus 127. Rows of gates and ups alternate. An
-artifact has the same bytes, and a table of the doubled numbers, which are integers. Sources: transformers'
-`convert_moe_packed_tensors`; OCP Microscaling Formats 1.0.
+half, and `{name}_scales` [experts, outputs, groups] U8, the exponents plus 127. Rows of the gate and the up projection
+alternate. An artifact has the same bytes, and a table of the doubled numbers, which are integers. Sources:
+transformers' `convert_moe_packed_tensors`; OCP Microscaling Formats 1.0.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from kvexport.tensor_files.entry import TensorEntry
 
 GROUP = 32
 BLOCKS, SCALES = "_blocks", "_scales"
-INTERLEAVED = "gate_up_proj"  # the weight whose rows of gates and ups alternate
+INTERLEAVED = "gate_up_proj"  # the weight in which rows of the gate and the up projection alternate
 PACKING = PackedFormat(4, False, GROUP, "none", "uint8", table=E2M1)
 
 
 @dataclass(frozen=True)
 class Mxfp4Experts:
-    """The weight [experts, outputs, inputs] of a layer's experts, in the order of an artifact: gates before ups."""
+    """The MXFP4 weight [experts, outputs, inputs] of a layer's experts, with gate rows before up rows."""
 
     name: str  # parameter of the model
     weight: TensorEntry  # numbers, two in a byte
@@ -45,7 +45,7 @@ class Mxfp4Experts:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [rows of all experts, inputs]."""
+        """The shape [experts x outputs, inputs] of the experts' weights as one matrix."""
         experts, outputs, inputs = self.full_shape
         return experts * outputs, inputs
 

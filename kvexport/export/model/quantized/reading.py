@@ -1,4 +1,4 @@
-"""Functions that the readers of all quantized layouts share: checks of tensors, and reading tensors or columns."""
+"""Functions that the readers of all quantized layouts share: checks of tensors, and reading of tensors or columns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvexport.tensor_files.entry import TensorEntry
 Array = NDArray[Any]
 Tensors = Mapping[str, TensorEntry]
 Read = tuple[dict[str, Source], set[str], list[str]]
-"""Computed weights by the names that they would have, the tensors that these are made of, notes."""
+"""(weights by the names that they would have in floats, names of the tensors that they consist of, notes)."""
 
 ACTIVATIONS = "the checkpoint's scheme rounds activations too; the engine does so in its own way, or not at all"
 AGAIN = "set model.path to the checkpoint it was quantized from"
@@ -63,7 +63,7 @@ def float8_values() -> NDArray[np.float32]:
 
 
 def column_bytes(entry: TensorEntry, columns: range) -> NDArray[np.uint8]:
-    """Read neighbouring columns of a matrix as bytes [rows, bytes of a row's columns]."""
+    """Read neighbouring columns of a matrix in a checkpoint as bytes [rows, bytes of the columns in a row]."""
     rows, width = entry.shape
     item = entry.nbytes // (rows * width)
     selected = np.empty((rows, len(columns) * item), np.uint8)
@@ -85,7 +85,7 @@ def halves(stored: Array) -> NDArray[np.uint8]:
 def groups_in_order(entry: TensorEntry, group: int) -> NDArray[np.int64] | None:
     """Return the permutation of inputs that makes the groups of GPTQ's `g_idx` contiguous; None if they already are."""
     groups = whole(entry)
-    if (groups == -1).all():  # compressed-tensors writes -1 where inputs have no order
+    if (groups == -1).all():  # compressed-tensors writes -1 if the inputs are not reordered
         return None
     expected = np.repeat(np.arange(len(groups) // group), group)
     if np.array_equal(groups, expected):

@@ -1,10 +1,10 @@
 """Readers of compressed-tensors checkpoints and of 8-bit floats: numbers of a weight matrix [outputs, inputs].
 
-`pack-quantized`: words of 32 bits along the inputs, from the lowest bits up. Half the range was added to each number.
-Zero points have the same form along the outputs. `int-quantized`: int8. 4-bit floats: float4.py. 8-bit floats
-(`float-quantized`, ModelOpt's FP8, transformers' fp8) are cast: value = float * scale, one scale for the tensor, a row,
-or a block. Sources: compressed-tensors' pack_to_int32, dequantize; transformers' finegrained_fp8; ModelOpt's
-hf_quant_config.
+`pack-quantized` packs numbers along the inputs in words of 32 bits, from the lowest bits up. Half of the range was
+added to each number. Its zero points are packed in the same way along the outputs. `int-quantized` stores int8. The
+module float4.py reads 4-bit floats. 8-bit floats (`float-quantized`, ModelOpt's FP8, transformers' fp8) are cast: a
+weight is float * scale, with one scale for the tensor, a row, or a block. Sources: compressed-tensors' pack_to_int32,
+dequantize; transformers' finegrained_fp8; ModelOpt's hf_quant_config.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _FP8 = "F8_E4M3"
 
 @dataclass(frozen=True)
 class RowPacked:
-    """A compressed-tensors weight of whole numbers [outputs, inputs], packed in 32-bit words or stored as int8."""
+    """A compressed-tensors weight of integers [outputs, inputs], packed in 32-bit words or stored as int8."""
 
     weight: TensorEntry
     scale: TensorEntry
@@ -65,7 +65,7 @@ class RowPacked:
         for rows in row_blocks(n, k * bits // 8, BLOCK_BYTES):
             with self.weight.file.open("rb") as stream:
                 stored = np.frombuffer(read_at(self.weight, stream, rows), np.uint8).reshape(len(rows), -1)
-            if in_words:  # of two's complement with the upper bit turned
+            if in_words:  # numbers plus half of the range: two's complement with the upper bit inverted
                 stored = stored ^ np.uint8(0x88 if bits == 4 else 0x80)
             if order is not None:
                 numbers = halves(stored) if bits == 4 else stored
@@ -95,9 +95,9 @@ def _signed_zeros(entry: TensorEntry, n: int, bits: int) -> NDArray[np.int8]:
 
 @dataclass(frozen=True)
 class Float8:
-    """A weight of 8-bit floats [outputs, inputs], read as float32.
+    """A weight of 8-bit floats [outputs, inputs], which is read as float32.
 
-    `block` has the numbers of rows and of columns that share a scale.
+    `block` is how many rows and how many columns share a scale.
     """
 
     weight: TensorEntry
@@ -172,7 +172,7 @@ def read_compressed(config: Mapping[str, Any], tensors: Tensors) -> Read:
 
 
 def _refuse_rotations(transforms: Any) -> None:
-    """Raise UsageError for rotations of activations; those of weights are in the weights already."""
+    """Raise UsageError for rotations of activations; rotations of weights are already part of the stored weights."""
     groups = transforms.get("config_groups") if isinstance(transforms, Mapping) else None
     for name, group in groups.items() if isinstance(groups, Mapping) else ():
         for step in group.get("apply") or [] if isinstance(group, Mapping) else []:

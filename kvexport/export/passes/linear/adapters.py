@@ -20,7 +20,7 @@ from kvexport.ops.linear import Form
 
 
 class Match(NamedTuple):
-    """The nodes and values of a product with adapters: p, x of n, r, first, second and the Add of the figure above."""
+    """A matrix product with LoRA adapters: p, x of n, r, first, second and the Add in this module's figure."""
 
     linear: ir.Node
     data: ir.Value
@@ -46,9 +46,10 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why two products of low rank are not adapters of a Linear node; empty if they are.
+    """Return why two products of low rank are not LoRA adapters of a Linear node; "" if they are.
 
-    The reasons: they read another input, their shapes are not those of adapters, or the Linear node has further steps.
+    They are not if they read another input, if their shapes are not those of adapters, or if the Linear has further
+    steps.
     """
     linear, data, rows, first, second, _ = match
     if not read_only(linear.outputs[0]):

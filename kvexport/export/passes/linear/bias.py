@@ -31,9 +31,9 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why an addition to a Linear's output is not its bias; empty if it is.
+    """Return why an addition to a Linear node's output is not a bias; "" if it is.
 
-    The reasons: the addend does not have one number for each output, or other nodes read the product.
+    It is not if the addend does not have one number for each output, or if other nodes read the product.
     """
     if not read_only(match.linear.outputs[0]):
         return READ_TWICE

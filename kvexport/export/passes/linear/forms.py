@@ -19,13 +19,12 @@ READ_TWICE = "its product is read by other nodes too"
 
 
 def linear_functions(graph: ir.Graph) -> list[onnx.FunctionProto]:
-    """Return the ONNX functions of the Linear nodes in a graph, each once."""
     forms = {form_of(node) for node in graph if is_linear(node)}
     return [linear_function(form) for form in sorted(forms, key=lambda form: form.overload)]
 
 
 def take_floats(graph: ir.Graph) -> None:
-    """Set every Linear node of packed weights to multiply them with its unrounded float input."""
+    """Make every Linear node of packed weights multiply with its float input unrounded."""
     for node in graph:
         if is_linear(node) and (form := form_of(node)).packed:
             form = replace(form, float_input=1)
@@ -34,19 +33,19 @@ def take_floats(graph: ir.Graph) -> None:
 
 
 def is_linear(node: ir.Node) -> bool:
-    """Return whether an ONNX node is a Linear, kvexport's operator of fused matrix products, perhaps with adapters."""
+    """Return whether an ONNX node is a Linear or AdaptedLinear: kvexport's operators of fused matrix products."""
     return any(is_op(node, op_type, DOMAIN) for op_type in OP_TYPES)
 
 
 def linear_of(node: ir.Node, i: int) -> ir.Node | None:
-    """Return the Linear node that computes input `i` of a node; None if another node does."""
+    """Return the Linear node that computes input `i` of a node; None if another node computes it."""
     return next((x for op_type in OP_TYPES if (x := producer(node, i, op_type, DOMAIN)) is not None), None)
 
 
 def form_of(linear: ir.Node) -> Form:
     values: dict[str, Any] = {}
     for name in vars(Form()):
-        if name in linear.attributes:  # those of packed weights are there only where one is
+        if name in linear.attributes:  # attributes of packed weights exist only in nodes with such a weight
             value = linear.attributes[name].value
             values[name] = tuple(value) if isinstance(value, (list, tuple)) else value
     return Form(**values)
@@ -90,7 +89,7 @@ def outputs_of(linear: ir.Node) -> int | str:
 
 
 def operands(node: ir.Node, op_type: str) -> list[tuple[ir.Node, ir.Value]]:
-    """Return (Linear node, the other input) for each input of a two-input node that a Linear node computes.
+    """Return (Linear node, the other input) for each of a node's two inputs that a Linear node computes.
 
     The result is empty if the node is not of type `op_type`.
     """
@@ -103,7 +102,7 @@ def operands(node: ir.Node, op_type: str) -> list[tuple[ir.Node, ir.Value]]:
 def put_linear(
     nodes: Sequence[ir.Node], inputs: Iterable[ir.Value | None], form: Form, outputs: Sequence[ir.Value] | None = None
 ) -> None:
-    """Replace `nodes` of a graph by one Linear node with these inputs and this form (see `nodes.replace`)."""
+    """Replace `nodes` of a graph by one Linear node with these inputs and this form, as `nodes.replace` does."""
     attributes = ir.convenience.convert_attributes(form.attributes)
     linear = ir.Node(DOMAIN, form.op_type, list(inputs), attributes, overload=form.overload, num_outputs=form.count)
     graph_nodes.replace(nodes, linear, outputs)

@@ -31,9 +31,9 @@ from kvexport.ops.linear import Form
 
 
 class Match(NamedTuple):
-    """The matched nodes of a gated MLP: p, g, s and y in the figure of the module.
+    """The nodes of a gated MLP: p, g, s and y of the figure in this module's docstring.
 
-    An activation other than SiLU is one node, which fills both middle names.
+    If the activation is one node, not SiLU, that node is both `sigmoid` and `silu`.
     """
 
     linear: ir.Node
@@ -59,7 +59,7 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why two matrix products of a gated MLP cannot become one Linear node; empty if they can.
+    """Return why two matrix products of a gated MLP cannot become one Linear node; "" if they can.
 
     The Linear node would compute SiLU(x v) times (x w). The products cannot be fused if they read different inputs or
     differ in size, or if other nodes read a value between them.

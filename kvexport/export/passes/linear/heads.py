@@ -24,7 +24,7 @@ from kvexport.export.passes.report import Rewrite
 
 
 class Match(NamedTuple):
-    """The matched nodes: a Linear, a Reshape and a Transpose between [B, T, H D] and [B, H, T, D]."""
+    """A Linear, a Reshape and a Transpose between a tensor [B, T, H D] and its attention heads [B, H, T, D]."""
 
     linear: ir.Node
     reshape: ir.Node
@@ -32,7 +32,7 @@ class Match(NamedTuple):
 
 
 def _wrong_shapes(flat: ir.Value, apart: ir.Value) -> str:
-    """Return why a Reshape does not split or join attention heads; empty if it does.
+    """Return why a Reshape does not split or join attention heads; "" if it does.
 
     It does if `flat` is [B, T, H D] and `apart` is [B, T, H, D], with a known number H of heads.
     """
@@ -51,10 +51,10 @@ def output_pattern(node: ir.Node) -> list[Match]:
 
 
 def output_check(match: Match) -> str:
-    """Return why a Linear node cannot split its output into heads; an empty text if it can.
+    """Return why a Linear node cannot split its output into heads; "" if it can.
 
-    The reasons: other nodes read the values between the Linear and the Transpose, the Linear already splits heads, or
-    the shapes are not those of heads.
+    It cannot if other nodes read the values between the Linear and the Transpose, if it already splits heads, or if the
+    shapes are not those of heads.
     """
     if not read_only(match.linear.outputs[0]) or not read_only(match.reshape.outputs[0]):
         return READ_TWICE
@@ -78,9 +78,9 @@ def input_pattern(node: ir.Node) -> list[Match]:
 
 
 def input_check(match: Match) -> str:
-    """Return why a Linear node cannot read heads [B, H, T, D]; empty if it can.
+    """Return why a Linear node cannot read heads [B, H, T, D]; "" if it can.
 
-    The reasons: the shapes are not those of heads, the Linear has other first steps, or other nodes read a value in
+    It cannot if the shapes are not those of heads, if it already reads heads, or if other nodes read a value in
     between.
     """
     if not read_only(match.transpose.outputs[0]) or not read_only(match.reshape.outputs[0]):

@@ -4,7 +4,7 @@
     y = Linear(n, w, ...)
 =>  y = Linear(x, scale, w, ...)                    norm = 1, epsilon
 
-A Linear always normalises in float32; the node's stash_type has no effect.
+Linear always normalizes in float32, so the attribute stash_type of RMSNormalization has no effect.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why an RMSNorm cannot be the first step of a Linear node; empty if it can.
+    """Return why an RMSNorm cannot be the first step of a Linear node; "" if it can.
 
-    The reasons: it normalizes other than whole rows, casts between types, or other nodes read its output.
+    It cannot if it normalizes other than whole rows, if types differ, or if other nodes read its output.
     """
     norm, data, scale, linear = match
     form, types = form_of(linear), (data.dtype, scale.dtype, dtype_of(linear))

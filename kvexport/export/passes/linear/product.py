@@ -24,7 +24,7 @@ TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 
 
 class Match(NamedTuple):
-    """The matched MatMul and Transpose, the two factors, and the packed weight if the second factor is one."""
+    """A MatMul and the Transpose of its second factor, both factors, and the packed weight if there is one."""
 
     transpose: ir.Node
     product: ir.Node
@@ -42,9 +42,9 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why a matrix product cannot be a Linear node; empty if it can.
+    """Return why a matrix product cannot be a Linear node; "" if it can.
 
-    The reason: its second factor is not a weight in the checkpoint's dimension order [outputs, inputs].
+    It cannot if its second factor is not a weight in the checkpoint's dimension order [outputs, inputs].
     """
     if not permutes(match.transpose, [1, 0]):
         return "its second factor is not the transpose of a matrix"
@@ -56,7 +56,6 @@ def check(match: Match) -> str:
 
 
 def rewrite(match: Match) -> None:
-    """Replace a MatMul and the Transpose of its weight by one Linear node."""
     if match.packed is None:
         return put_linear([match.transpose, match.product], [match.data, match.weight], Form())
     packing, parts = match.packed

@@ -28,9 +28,9 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why an addend is no residual of a Linear node; empty if it is one.
+    """Return why an addend is no residual of a Linear node; "" if it is one.
 
-    The reasons: its shape is unknown, or differs from that of the product. (ONNX's Add would broadcast one row to all
+    It is none if its shape is unknown, or differs from that of the product. (ONNX's Add would broadcast one row to all
     rows.)
     """
     product = match.linear.outputs[0]

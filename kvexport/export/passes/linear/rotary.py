@@ -4,7 +4,7 @@
     y = RotaryEmbedding(a, cosine, sine)        of planes (f, f + D / 2); cosine, sine [B, T, D / 2]
 =>  y, b = Linear(x, w, v, ..., cosine, sine)   rotated = [1, 0]
 
-Every output that a Linear rotates is rotated by the same cosines and sines.
+A Linear node rotates all its rotated outputs by the same cosines and sines.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why a rotary embedding cannot be the last step of a Linear node; empty if it can.
+    """Return why a rotary embedding cannot be the last step of a Linear node; "" if it can.
 
-    The reasons: the embedding's form differs, or other nodes need the heads before they are rotated.
+    It cannot if its form differs from that of Linear, or if other nodes need the heads before they are rotated.
     """
     form, i = form_of(match.linear), list(match.linear.outputs).index(match.heads)
     for name in ("interleaved", "rotary_embedding_dim"):

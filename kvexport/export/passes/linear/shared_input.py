@@ -13,8 +13,8 @@ from kvexport.export.passes.linear.forms import dtype_of, form_of, inputs_of, is
 from kvexport.export.passes.report import Rewrite
 from kvexport.ops.linear import Form
 
-MOST_PRODUCTS = 3  # of one Linear
-Match = list[ir.Node]  # the Linears
+MOST_PRODUCTS = 3  # the most matrix products of one Linear node
+Match = list[ir.Node]  # Linear nodes that read the same input
 
 
 def pattern(node: ir.Node) -> list[Match]:
@@ -26,7 +26,7 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why Linear nodes with one input cannot become one node: their data types differ; empty if they can."""
+    """Return why Linear nodes with one input cannot become one node: their weights differ in type; "" if they can."""
     types = list(dict.fromkeys(dtype_of(linear) for linear in match))
     return "" if len(types) == 1 else f"the weights of its input's products are {' and '.join(map(str, types))}"
 

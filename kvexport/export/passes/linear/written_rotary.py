@@ -4,7 +4,7 @@
     y = Add(Mul(x, c), Mul(swapped, s))                                                 all in either order
 =>  y = RotaryEmbedding(x, c', s')                                                      c', s' [B, T, D / 2]
 
-x is an output of a Linear node. c and s are [B, 1, T, D] = Unsqueeze<1>(...) of two equal halves: the nodes Cos, Sin,
+x is an output of a Linear node. c and s are [B, 1, T, D], Unsqueeze<1>(...) of two equal halves: the nodes Cos, Sin,
 Cast and a Mul by one number keep the halves of Concat<axis = -1>(f, f) equal. c' and s' are computed of f alone. The
 exporter's own fusion leaves out models whose cosines are of another type than their heads.
 """
@@ -23,7 +23,7 @@ BY_ELEMENT = ("Cos", "Sin", "Cast", "Mul")
 
 
 class Match(NamedTuple):
-    """The nodes and values of a rotary embedding that the graph pass has found, which it replaces by one node."""
+    """The nodes and values of a rotary embedding in elementary nodes, which the graph pass replaces by one node."""
 
     heads: ir.Value
     swapped: ir.Node
@@ -34,7 +34,7 @@ class Match(NamedTuple):
 def pattern(node: ir.Node) -> list[Match]:
     """Return the matches of a rotary embedding at an Add node: a sum of two products.
 
-    One product has an output of a Linear, the other a Concat of a Neg and another value.
+    One product has an output of a Linear as a factor, the other a Concat of a Neg and another value.
     """
     matches = []
     for i in (0, 1):
@@ -51,9 +51,10 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why a sum of two products is no rotary embedding; empty if it is one.
+    """Return why a sum of two products is no rotary embedding; "" if it is one.
 
-    The reasons: the halves of the heads are not swapped, or a table of cosines or sines does not have two equal halves.
+    It is none if the halves of the heads are not swapped, or if a table of cosines or sines may have two different
+    halves.
     """
     if not _swaps_halves(match.swapped, match.heads):
         return f"{match.swapped.name} is not (-second half, first half) of the last dimension of its heads"
@@ -81,9 +82,9 @@ def _swaps_halves(concat: ir.Node, x: ir.Value) -> bool:
 
 
 def _slices(node: ir.Node, x: ir.Value, start: int, end: int) -> bool:
-    """Return whether a Slice takes [start, end) of the last dimension of x [B, H, T, D].
+    """Return whether a Slice takes the elements start <= i < end of the last dimension of x [B, H, T, D].
 
-    Any number above the size of the dimension stands for its end.
+    An end above the size of the dimension stands for that size.
     """
     limits = [
         value.const_value.numpy().ravel().tolist()
@@ -97,7 +98,7 @@ def _slices(node: ir.Node, x: ir.Value, start: int, end: int) -> bool:
 
 
 def _not_of_one_half(table: ir.Value | None, heads: ir.Value) -> str:
-    """Return why a table of cosines or sines is not known to be [B, 1, T, D] of two equal halves; empty if it is.
+    """Return why a table of cosines or sines may not be [B, 1, T, D] of two equal halves; "" if it is.
 
     `heads` [B, H, T, D] are the heads that the table rotates.
     """
@@ -112,7 +113,7 @@ def _not_of_one_half(table: ir.Value | None, heads: ir.Value) -> str:
 
 
 def _before_heads(table: ir.Value | None) -> ir.Value | None:
-    """Return the table [B, T, D] that an Unsqueeze node makes a table [B, 1, T, D]; None without such a node."""
+    """Return the table [B, T, D] from which an Unsqueeze node makes a table [B, 1, T, D]; None without such a node."""
     apart = table.producer() if table is not None else None
     axes = apart.inputs[1] if apart is not None and is_op(apart, "Unsqueeze") else None
     if apart is None or axes is None or axes.const_value is None or axes.const_value.numpy().tolist() != [1]:
@@ -131,7 +132,7 @@ def _has_equal_halves(value: ir.Value | None) -> bool:
 
 
 def _half(value: ir.Value | None) -> ir.Value:
-    """Return the half [B, T, D / 2] of a table of two equal halves, with new nodes if no node computes it yet."""
+    """Return one half [B, T, D / 2] of a table of two equal halves; add nodes if no node computes it yet."""
     node = value.producer() if value is not None else None
     assert value is not None and node is not None and node.graph is not None
     source = node.inputs[0]

@@ -72,7 +72,6 @@ def _first_of_each_core(root: Path, processors: frozenset[int]) -> frozenset[int
 
 
 def _fast(root: Path, processors: frozenset[int]) -> frozenset[int]:
-    """Return the performance cores of a hybrid processor, or all logical processors if all cores are equal."""
     if listed := _numbers(read_system_file(root / "sys/devices/cpu_core/cpus")):  # Intel
         return listed & processors
     folder = root / "sys/devices/system/cpu"
@@ -89,7 +88,6 @@ def _nodes(root: Path) -> list[frozenset[int]]:
 
 
 def _granted(root: Path) -> float | None:
-    """Return the smallest processor limit of this process's control groups, in cores; None without a limit."""
     quotas = []
     for line in read_system_file(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -111,10 +109,7 @@ def _granted(root: Path) -> float | None:
 
 
 def machine_memory() -> tuple[int, int]:
-    """Return the bytes of total and available memory: the smaller of the machine's and the control group's.
-
-    Both numbers are 0 if the system does not provide them.
-    """
+    """Return the total and available bytes of the machine's memory, or of its control group's if less; 0 if unknown."""
     text = read_system_file(Path("/proc/meminfo"))
     sizes = {name: int(kilobytes) * 1024 for name, kilobytes in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
     total, available = sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)

@@ -254,7 +254,6 @@ def is_model(source: str) -> bool:
 
 
 def _config(path: str, revision: str | None) -> dict[str, Any]:
-    """Return the config.json of a model; for a GGUF file, the configuration that its metadata gives."""
     from kvexport.export.model.checkpoint import read_checkpoint, resolve_checkpoint
     from kvexport.tensor_files.shards import list_shards
 
@@ -265,7 +264,6 @@ def _config(path: str, revision: str | None) -> dict[str, Any]:
 
 
 def _trained_length(config: Mapping[str, Any]) -> int | None:
-    """Return the number of positions that a model was trained for, at most LONGEST; None if its config has none."""
     text = config.get("text_config")
     positions = (text if isinstance(text, dict) else config).get("max_position_embeddings", config.get("n_positions"))
     return min(positions, LONGEST) if isinstance(positions, int) and positions > 0 else None

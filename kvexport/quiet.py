@@ -40,7 +40,6 @@ def quiet_exporter() -> Iterator[None]:
 
 
 def _transformers_bars() -> Any:
-    """Switch transformers' progress bars off, and return its logging module; None if the bars were off already."""
     from transformers.utils import logging as bars
 
     if not bars.is_progress_bar_enabled():

@@ -139,7 +139,6 @@ def _read_manifest(root: Path) -> dict[str, Any]:
 
 
 def _listed(root: Path, manifest: dict[str, Any]) -> dict[str, tuple[str, int]]:
-    """Return the files that a manifest lists as (digest, bytes) by name; every name is safe to join to `root`."""
     files = manifest.get("files")
     if not isinstance(files, dict):
         raise damaged(root, f"{MANIFEST} lists no files")
@@ -231,7 +230,6 @@ def scan(root: Path) -> dict[str, os.stat_result]:
 
 
 def _self_digest(manifest: dict[str, Any]) -> str:
-    """Return the SHA-256 of a manifest: of the canonical JSON (sorted, compact, ASCII) of all fields but the digest."""
     rest = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()).hexdigest()
 

@@ -96,7 +96,6 @@ class Manifest:
         return sum(entry.bytes for entry in self.files.values())
 
     def build_command(self, *settings: str) -> str:
-        """Return a command that builds the artifact again, with other settings ("dotted.key=value")."""
         source = "--recipe FILE"
         if self.name in named_recipes():
             source = f"--recipe {self.name}"

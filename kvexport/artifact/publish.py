@@ -147,10 +147,7 @@ def _staging_name(target: Path) -> Path:
 
 
 def acquire(target: Path) -> int:
-    """Lock an artifact's directory for a build by a lock file beside it, and return the lock's file descriptor.
-
-    The lock file contains the id of this process.
-    """
+    """Lock an artifact's directory for a build by a lock file beside it, which contains the id of this process."""
     path = beside(target, "lock")
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -198,7 +195,6 @@ def release(target: Path, lock: int) -> None:
 
 
 def identity(path: Path | int) -> tuple[int, int] | None:
-    """Return the device and inode that a path or file descriptor refers to now; None if the file does not exist."""
     try:
         entry = os.fstat(path) if isinstance(path, int) else path.stat()
     except OSError:
@@ -285,7 +281,6 @@ def _publish(work: Path, target: Path) -> None:
 
 
 def exchange(a: Path, b: Path) -> bool:
-    """Swap two directories in one step (Linux, renameat2 with RENAME_EXCHANGE)."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -345,7 +340,6 @@ def _disk_full(error: BaseException, work: Path) -> EnvironmentProblem | None:
 
 
 def _newest(work: Path) -> Path:
-    """Return the most recently changed file of a build's stage, for an error that names no file."""
     with suppress(OSError):
         if times := {name: entry.st_mtime_ns for name, entry in scan(work).items()}:
             return work / max(times, key=lambda name: times[name])

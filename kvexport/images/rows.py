@@ -31,7 +31,6 @@ class CallImages(NamedTuple):
 
     @classmethod
     def none(cls, spec: ImageSpec, batch: int, tokens: int) -> CallImages:
-        """Return the decoder's image inputs for a call without images."""
         return cls(np.zeros((1, spec.hidden), np.float32), np.zeros((batch, tokens), np.int64))
 
 

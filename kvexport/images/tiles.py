@@ -59,7 +59,6 @@ class ImageSpec:
     split: bool = True  # rows: whether the image is cut at all
 
     def text(self, grid: str) -> str:
-        """Return the text that stands for an image in a prompt, for an image whose tiles form the grid `grid`."""
         return "".join(part if isinstance(part, str) else self.token_text * part for part in self.texts[grid])
 
 
@@ -83,7 +82,6 @@ def _resized(image: Image, height: int, width: int, spec: ImageSpec) -> Image:
 
 
 def _pieces(image: Image, spec: ImageSpec) -> list[NDArray[np.uint8]]:
-    """Return the tiles of an image whose sides are multiples of a tile's sides, row by row."""
     pixels = np.asarray(image)
     return [
         pixels[top : top + spec.height, left : left + spec.width]
@@ -173,10 +171,6 @@ def _rows(image: Image, spec: ImageSpec) -> tuple[list[NDArray[np.uint8]], str]:
 
 
 def _longest_side(height: int, width: int, longest: int) -> tuple[int, int]:
-    """Return a height and width with the image's aspect ratio, the longer one `longest`, the shorter one even.
-
-    Both are at most `_LONGEST` pixels.
-    """
     ratio = width / height
     if width >= height:
         width, height = longest, int(longest / ratio)
@@ -194,7 +188,6 @@ def _longest_side(height: int, width: int, longest: int) -> tuple[int, int]:
 
 
 def _multiples(height: int, width: int, side: int) -> tuple[int, int]:
-    """Return an image's height and width rounded up to multiples of a tile's side, the longer side first."""
     ratio = width / height
     if width >= height:
         width = math.ceil(width / side) * side

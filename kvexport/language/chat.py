@@ -188,7 +188,6 @@ def images_of_messages(messages: Sequence[Message]) -> tuple[list[Message], list
 
 
 def read_chat_template(folder: Path) -> ChatTemplate | None:
-    """Return the chat template in an artifact's folder; None if the artifact's checkpoint has none."""
     config = read_json(folder / CONFIG)
     template = config.get("chat_template")
     sources = {}
@@ -309,7 +308,6 @@ def _to_json(
 
 
 def _is_iterable(value: Any) -> bool:
-    """Return whether Jinja's tests `iterable` and `sequence` hold for a value: true for a text, list or mapping."""
     return isinstance(value, str | Sequence | Mapping)
 
 
@@ -324,7 +322,6 @@ def _as_python(value: Any) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in an artifact's JSON file; an empty object if the file does not exist."""
     if not path.is_file():
         return {}
     try:

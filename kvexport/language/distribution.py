@@ -85,10 +85,7 @@ def distribution_of_top(
 
 
 def _top_ids(scores: Floats, k: int) -> Ids:
-    """Return the ids of all tokens whose score is finite and not below the k-th largest, ascending.
-
-    More than k ids are returned if scores tie.
-    """
+    """Return the ids of all tokens with a finite score not below the k-th largest (with ties more than k)."""
     # The k-th largest of the blocks' maxima is at most the k-th largest score, and finding it reads each score once. A
     # few times k scores pass this bound. A partition of the whole vocabulary would cost ten times as much.
     width = min(_BLOCK, scores.size // (4 * k))
@@ -141,10 +138,7 @@ def _softmax(values: Floats) -> Floats:
 
 
 def draw(probabilities: npt.NDArray[np.float64], uniform: float) -> int:
-    """Return the index of the probability that a uniform number in [0, 1) selects (inverse transform sampling).
-
-    An index of probability 0 is never returned.
-    """
+    """Return the index of positive probability that a uniform number in [0, 1) selects (inverse transform sampling)."""
     cumulative = np.cumsum(probabilities)
     last = int(np.searchsorted(cumulative, cumulative[-1], side="left"))
     return min(int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right")), last)

@@ -66,7 +66,6 @@ class Grammar:
     source: str
 
     def __post_init__(self) -> None:
-        """Raise UsageError if the grammar's kind is unknown, or its source is empty, too long or no text."""
         if self.kind not in get_args(Kind) or not isinstance(self.source, str):
             raise UsageError(f"the kind of the grammar is {self.kind!r}", f"use one of: {', '.join(get_args(Kind))}")
         if not self.source.strip() or len(self.source) > MOST_CHARACTERS:
@@ -97,7 +96,6 @@ class Grammar:
 
 
 def json_text(value: Any) -> str:
-    """Return a value from a client, such as a schema, as JSON text."""
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -130,7 +128,6 @@ class Constraint:
 
     @property
     def finished(self) -> bool:
-        """Whether the sequence has completed what its grammar describes, so that no token may follow."""
         return self._ended or bool(self._matcher.is_stopped())
 
     def mask(self) -> npt.NDArray[np.bool_]:

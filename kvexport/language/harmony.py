@@ -26,7 +26,6 @@ def has_channels(template: ChatTemplate | None) -> bool:
 
 
 def shown_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids of gpt-oss's channel markers that are special tokens, so that decoded text shows them."""
     ids = (tokenizer.token_id(marker) for marker in _MARKERS)
     return tuple(token for token in ids if token is not None and token in tokenizer.special_ids)
 
@@ -39,7 +38,6 @@ class ChannelReader:
         self._lacks_arguments = False
 
     def read(self, text: str, last: bool) -> list[Piece]:
-        """Parse more text of an answer, and return the pieces (text, reasoning, tool calls) that are now final."""
         self._waiting += text
         pieces: list[Piece] = []
         while found := [(at, marker) for marker in _MARKERS if (at := self._waiting.find(marker)) >= 0]:

@@ -72,7 +72,6 @@ class Sampler:
 
     @property
     def finish_reason(self) -> Literal["stop", "length"] | None:
-        """The reason why the sequence ends with the last sampled token, or None if it goes on."""
         if self.generated and self.generated[-1] in self.ends:
             return "stop"
         if self._constraint is not None and self._constraint.finished:
@@ -130,7 +129,6 @@ class Sampler:
         return all(change is None for change in changes) and not self._processors and not self._suppresses()
 
     def may_settle(self, count: int) -> bool:
-        """Return whether the `count` largest logits of a row can ever be enough to sample a token."""
         return not self._processors and may_settle(self.settings, count, self.vocab_size)
 
     def state(self) -> dict[str, list[int]]:
@@ -145,7 +143,6 @@ class Sampler:
         return {"generated": list(self.generated), "random": drawn}
 
     def restore(self, state: Mapping[str, Sequence[int]]) -> None:
-        """Restore the saved `state` of a sampler with equal settings and prompt, so that the same tokens follow."""
         try:
             generated, random = [int(i) for i in state["generated"]], [int(i) for i in state["random"]]
         except (KeyError, TypeError, ValueError) as error:

@@ -161,7 +161,6 @@ class GenerationSettings:
         _require(filled, "stop_strings", strings, "a tuple of strings, none of them empty")
 
     def _check_logits(self) -> None:
-        """Check the settings for penalties, logit bias and log probabilities that transformers does not have."""
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(_is_number(value) and -2 <= value <= 2, name, value, "a number in [-2, 2], 0 = off")
@@ -219,7 +218,6 @@ class GenerationSettings:
 
 
 def _renamed(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return overrides of generation settings by field name; raise UsageError for a setting under two names."""
     renamed: dict[str, Any] = {}
     for name, value in overrides.items():
         own = ALIASES.get(name, name)

@@ -65,7 +65,6 @@ class TextStream:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the text; None if none has appeared."""
         return self._stop_string
 
     def state(self) -> dict[str, Any] | None:
@@ -143,10 +142,6 @@ class TextStream:
         return before + text
 
     def _end_waiting(self) -> str:
-        """Return the text of the tokens that wait for later ones, and drop these tokens.
-
-        The text may end with an incomplete character.
-        """
         if not self._waiting:
             return ""
         out = self._text(self._context, self._waiting)[self._decoded :]
@@ -165,7 +160,6 @@ class TextStream:
         return out
 
     def _give_up_bytes(self) -> str:
-        """Return the text of waiting byte tokens that can no longer become a character, and stop waiting for them."""
         for cut in range(len(self._waiting) - 1, len(self._waiting) - 5, -1):
             left, right = self._waiting[:cut], self._waiting[cut:]
             first, second = self._text(self._context, left), self._text(left, right)

@@ -34,7 +34,6 @@ _TEXTS = ("", "Hello, world! 123", "ab " * 300, "\u00e9\u4e2d\U0001f600 \n\t")
 
 
 def try_texts(folder: Path) -> None:
-    """Try a checkpoint's tokenizer and chat template on sample texts, in a child process with limits."""
     command = [sys.executable, "-m", __name__, str(folder.resolve())]
     root = str(Path(__file__).resolve().parents[2])
     environment = {"PATH": "", "PYTHONPATH": ":".join([root, *sys.path]), "TOKENIZERS_PARALLELISM": "false"}
@@ -60,7 +59,6 @@ def try_texts(folder: Path) -> None:
 
 
 def _address_space() -> int:
-    """Return the bytes of address space that this process may use at most."""
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_AS)[1]

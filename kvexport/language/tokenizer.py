@@ -24,10 +24,7 @@ _SHORT_TEXT = 4096  # characters, which are encoded within a few milliseconds
 
 
 class Tokenizer:
-    """A wrapper of `tokenizers.Tokenizer` that never truncates or pads, since these belong to training.
-
-    Several sequences can share one tokenizer.
-    """
+    """A wrapper of `tokenizers.Tokenizer` that never truncates or pads. Several sequences can share one."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         inner.no_truncation()

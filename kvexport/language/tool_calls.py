@@ -102,7 +102,6 @@ class CallReader:
         return max((overlap(text, marker) for marker in markers), default=0)
 
     def _read_between(self, pieces: list[Piece], last: bool) -> None:
-        """Look for the next tool call in an answer, after an opening marker or another call."""
         bare = self._waiting.lstrip(_BETWEEN if self._begins == "{" and not self._closed else _SPACE)
         skipped = self._waiting[: len(self._waiting) - len(bare)]
         markers = [*self._openings, *(self._closings if self._after_call else ())]
@@ -234,7 +233,6 @@ class CallParser:
             self.broken = True
 
     def _pass(self, text: str) -> None:
-        """Pass on a piece of a value in the tool call's JSON object if the value is the arguments."""
         if self._in_value and self._key in self._keys:
             self._arguments.append(text)
 
@@ -245,7 +243,6 @@ class NamedParser(CallParser):
         self._head, self._pattern = "", head
 
     def feed(self, text: str) -> int:
-        """Parse text of a tool call, and return how many characters were read: all, unless the call ends earlier."""
         for i, character in enumerate(text):
             if self.name is None and character != "{":
                 self._head += character
@@ -273,7 +270,6 @@ class TaggedParser(CallParser):
         self._text, self._count = "", 0
 
     def feed(self, text: str) -> int:
-        """Parse text of a tool call, and return how many characters were read: all, unless the call ends earlier."""
         self._text += text
         if ">" not in text and "<" not in text:
             self.broken = self.name is None and len(self._text) > _LONGEST_HEAD

@@ -27,10 +27,7 @@ class Scores:
     rest: tuple[float, float]  # bounds of the sum of exp(score - largest score) over the other tokens
 
     def top_k(self, k: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
-        """Return the ids and scores of the `k` tokens of highest score (more if scores tie).
-
-        None if a token outside the largest logits could be one of the `k`.
-        """
+        """Return the ids and scores of the `k` tokens of highest score; None if other tokens could be among them."""
         above = self.values > self.floor
         if above.sum() < k:
             return None
@@ -38,9 +35,9 @@ class Scores:
         return self._ascending(kept)
 
     def top_p(self, top_p: float) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
-        """Return the ids and scores of the tokens that top_p keeps. Tokens of equal score are sorted by id, descending.
+        """Return the ids and scores of the tokens that top_p keeps; None if the largest logits do not decide which.
 
-        None if the bounds on the scores outside the largest logits do not decide which tokens top_p keeps.
+        Tokens of equal score are kept in the order of their ids, the highest id first.
         """
         order = np.lexsort((-self.ids, -self.values))
         weights = np.exp((self.values[order] - self.values.max()).astype(np.float64))
@@ -59,10 +56,7 @@ class Scores:
         return self._ascending(order[:count])
 
     def min_p(self, min_p: float) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
-        """Return the ids and scores of the tokens that min_p keeps.
-
-        None if rounding decides, or if tokens outside the largest logits may belong to the kept tokens.
-        """
+        """Return the ids and scores of the tokens that min_p keeps; None if the largest logits do not decide which."""
         ratios = np.exp((np.append(self.values, self.floor) - self.values.max()).astype(np.float64)) / min_p
         if min_p < 1e-30 or (np.abs(ratios - 1) < ROUNDING).any() or ratios[-1] > 1:
             return None

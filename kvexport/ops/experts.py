@@ -219,7 +219,6 @@ def experts_function(form: ExpertsForm, multiply: Multiply | None = None) -> onn
 
 
 def _product(data: str, weight: str, dense: str, form: ExpertsForm, multiply: Multiply | None) -> str:
-    """Return the ONNX nodes of an expert's product: ``{weight}_sum = data dense[expert]^T + bias``."""
     result = f"{weight}_product" if form.bias else f"{weight}_sum"
     lines = (
         multiply(weight, data, result)
@@ -240,7 +239,6 @@ def _product(data: str, weight: str, dense: str, form: ExpertsForm, multiply: Mu
 
 
 def _inner(form: ExpertsForm) -> str:
-    """Return ONNX nodes, as text, that compute the experts' activation `inner` from the first product `first_sum`."""
     lines, gate = [], "first_sum"
 
     def constant(name: str, value: float) -> None:

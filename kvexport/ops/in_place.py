@@ -109,7 +109,6 @@ def _is_read_later(chain: list[Node], places: dict[Node, int], place: int) -> bo
 
 
 def _new_value(graph: Graph, node: Node) -> Node | None:
-    """Add the operator that returns what a node writes in place; return None if PyTorch has no such operator."""
     changed, *others = node.args
     if node.target is aten.copy_.default:
         return _like(graph, others[0], changed.meta["val"])  # type: ignore[union-attr]
@@ -128,10 +127,6 @@ def _new_value(graph: Graph, node: Node) -> Node | None:
 
 
 def _example(node: Node) -> Any:
-    """Return an example of a node's value: a tensor of one element without memory, with the same type and dimensions.
-
-    The example of a number is 1.
-    """
     value = node.meta["val"]
     return torch.empty([1] * value.dim(), dtype=value.dtype, device="meta") if isinstance(value, Tensor) else 1
 

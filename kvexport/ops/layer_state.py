@@ -161,7 +161,6 @@ def layer_read_attention(
 def layer_merge_cache(
     *state: Tensor, attributes: Sequence[MergeCacheAttributes], capacity: Sequence[int] = ()
 ) -> tuple[Tensor, ...]:
-    """Return a layer's KV cache with at most each head's budget of occupied slots: the operator MergeCache."""
     heads = len(attributes)
     capacity = capacity or [state[2].shape[1] // heads] * heads
     tensors = state_of(state[0].dtype, attributes[0].method.extra_state)
@@ -171,10 +170,7 @@ def layer_merge_cache(
 
 
 def are_equal(attributes: Sequence[MergeCacheAttributes], capacity: Sequence[int]) -> bool:
-    """Return whether the KV heads of a layer have equal capacities, budgets and recent windows.
-
-    Heads without a given capacity count as equal in capacity.
-    """
+    """Return whether the KV heads of a layer have equal capacities (or none is given), budgets and recent windows."""
     return len({*capacity}) < 2 and len({(x.budget, x.recent) for x in attributes}) == 1
 
 

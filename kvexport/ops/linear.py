@@ -194,7 +194,6 @@ def linear_function(form: Form, multiply: Multiply = multiply) -> onnx.FunctionP
 
 
 def _product(form: Form, i: int, rows: str, multiply: Multiply) -> tuple[list[str], str]:
-    """Return the ONNX nodes, as text, of matrix product number i of a Linear, and the name of its output."""
     lines = multiply(form, f"weight{i}", i, rows, f"product{i}")
     changes, last = _adapted(form, i, rows, f"product{i}")
     lines += changes
@@ -238,7 +237,6 @@ def _product(form: Form, i: int, rows: str, multiply: Multiply) -> tuple[list[st
 
 
 def _adapted(form: Form, i: int, rows: str, result: str) -> tuple[list[str], str]:
-    """Return the ONNX nodes that add the LoRA adapters' change to the product with weight i, and the sum's name."""
     if not form.adapter_inputs(i):
         return [], result
     return [
@@ -251,7 +249,6 @@ def _adapted(form: Form, i: int, rows: str, result: str) -> tuple[list[str], str
 
 
 def _dequantized(form: Form, weight: str, i: int) -> tuple[list[str], str]:
-    """Return the ONNX nodes that dequantize packed weight number i to the input's type, and the result's name."""
     if not form.packed:
         return [], weight
     return dequantized(form.weight_inputs(weight, i), form.packed[i], form.group[i], axis=1, like="input")
@@ -313,10 +310,7 @@ def dequantized(parts: Sequence[str], kind: int, group: int, *, axis: int, like:
 
 
 def _with_high(weight: str, kind: int, inputs: Mapping[str, str], kept: str) -> tuple[list[str], list[str]]:
-    """Return ONNX nodes that join the low and the upper bits of a weight's numbers, and DequantizeLinear's operands.
-
-    Without a minimum the numbers are signed, and half of their range stands for 0.
-    """
+    """Return ONNX nodes that join the low and the upper bits of a weight's numbers, and DequantizeLinear's operands."""
     bits = kind >> 4
     high, fields = inputs["high"], range(0, 8, bits)
     lines = [
@@ -344,7 +338,6 @@ def _with_high(weight: str, kind: int, inputs: Mapping[str, str], kept: str) -> 
 
 
 def _looked_up(weight: str, inputs: Mapping[str, str]) -> tuple[list[str], str]:
-    """Return ONNX nodes that dequantize a weight of indices into a table of 16 numbers, and the result's name."""
     scale = inputs.get("scale") or inputs["exponent"]
     lines = [f"{scale}_float = Cast <to = 1> ({scale})"]
     factor = f"{scale}_float"

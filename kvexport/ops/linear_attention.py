@@ -105,7 +105,6 @@ def linear_attention_functions(update_rule: UpdateRule) -> list[onnx.FunctionPro
 
 
 def _own_function(update_rule: UpdateRule) -> onnx.FunctionProto:
-    """Return the ONNX function of kvexport's LinearAttention: it repeats shared keys, and ignores padding."""
     lines = [
         "axis = Constant <value_ints = [-1]> ()",
         "two = Constant <value_ints = [2]> ()",
@@ -164,7 +163,6 @@ def _own_function(update_rule: UpdateRule) -> onnx.FunctionProto:
 
 
 def _inner_function(update_rule: UpdateRule) -> onnx.FunctionProto:
-    """Return the ONNX function of opset 27's LinearAttention with an update rule: a Scan over the tokens."""
     gated, delta = "gated" in update_rule, "delta" in update_rule
     more = [name for name, used in (("decay", gated), ("beta", delta)) if used]
     lines = [

@@ -228,7 +228,6 @@ def heads_merge_cache_function(
 
 
 def keep_merge_functions(method: Method, functions: Iterable[onnx.FunctionProto]) -> None:
-    """Cache the ONNX functions of MergeCache that a forked process traced for a compression method."""
     own = {function.name.partition("_")[::2]: function for function in functions}
     _merge_functions.update({(type(method), key): x for (name, key), x in own.items() if name == HEADS_MERGE})
 
@@ -273,7 +272,6 @@ def _stored(state: Sequence[StateTensor], value_prefix: int) -> list[StateTensor
 
 
 def _state(state: Sequence[StateTensor], sizes: Mapping[str, int], cache_type: str) -> list[Tensor]:
-    """Return zeros for the views [B, H, C, ...] of every tensor of a KV cache, as example arguments of a trace."""
     shapes = [x.stored_shape(cache_type, sizes) for x in state]
     views = [
         shape if x.slot_axis is None else (shape[0], sizes["H"], *shape[1:])
@@ -329,10 +327,6 @@ def _function(
     outputs: list[str],
     prologue: list[onnx.NodeProto] | None = None,
 ) -> onnx.FunctionProto:
-    """Return a traced graph as an ONNX function.
-
-    Inputs and outputs are renamed, and initializers become constants.
-    """
     renamed = dict(zip((v.name for v in graph.input), inputs, strict=True)) | dict(
         zip((v.name for v in graph.output), outputs, strict=True)
     )

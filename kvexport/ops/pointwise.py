@@ -17,8 +17,6 @@ _dtypes: dict[Any, torch.dtype | None] = {}  # keys: operator, and the dtype and
 
 
 def with_fast_path(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    """Return FakeTensorMode's `_dispatch_impl` with a fast path for operands whose result shape is certain."""
-
     def dispatch_impl(mode: Any, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
         result = None if kwargs else _result(mode, func, args)
         return dispatch(mode, func, types, args, kwargs) if result is None else result
@@ -27,7 +25,6 @@ def with_fast_path(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _result(mode: Any, func: Any, args: Sequence[Any]) -> FakeTensor | None:
-    """Return the fake result of a pointwise operator; None if only the general path can compute it."""
     tensors = [x for x in args if _is_tensor(x)]
     if not all(type(x) is FakeTensor and x.fake_mode is mode and x.constant is None for x in tensors):
         return None

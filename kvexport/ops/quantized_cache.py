@@ -75,7 +75,6 @@ def quantized(rows: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Te
 
 
 def _packed(numbers: Tensor) -> Tensor:
-    """Return int8 numbers [..., D] as 4-bit codes, two in a byte, the first in its low half."""
     table = torch.tensor(CODES, dtype=torch.float32, device=numbers.device)[:, None]
     codes = embedding(numbers.to(torch.int32) + 128, table)[..., 0]
     return (codes[..., 0::2] + 16.0 * codes[..., 1::2]).to(torch.uint8)

@@ -188,10 +188,7 @@ def read_attention(
 def _visible(
     position: Tensor, occupied: Tensor, slot_position: Tensor, votes: Tensor, attributes: VoteAttentionAttributes
 ) -> tuple[Tensor, Tensor]:
-    """Return which cache slots the queries see, [B, H, T, C] bool, and the bias of each slot's logit.
-
-    The bias of a slot that a query does not see is LOG_ZERO.
-    """
+    """Return which cache slots the queries see, [B, H, T, C] bool, and the bias of each slot's logit."""
     now = position.to(torch.int32)[:, None, :, None]  # [B, 1, T, 1]
     slot_position = slot_position[:, :, None, :]
     visible = occupied[:, :, None, :] & (slot_position <= now)
@@ -266,14 +263,6 @@ def capped(logits: Tensor, attributes: VoteAttentionAttributes) -> Tensor:
 
 
 def _extra(method: Method | None, past: tuple[Tensor, ...], fresh: Tensor, new: NewTokens) -> tuple[Tensor, ...]:
-    """Return the state tensors that a compression method keeps of its own, after one call of attention.
-
-    Args:
-        method: The method, or None for a method without extra state.
-        past: The state before the call.
-        fresh: [B, H, C] bool, the slots that this call appended, whose state starts at zero.
-        new: The tokens of the call.
-    """
     if method is None:
         return past
     emptied = []

@@ -130,7 +130,6 @@ class LayerStates:
 
     @property
     def merges(self) -> bool:
-        """Whether merges evict anything: false, because a recurrent state has no slots."""
         return False
 
     @property
@@ -168,7 +167,6 @@ class CachePlan:
         return self.caches[0].rotary.cache_positions
 
     def heads(self, name: str) -> NDArray[np.int64]:
-        """Return the capacities, budgets or recent windows of the KV heads of all layers, layer by layer."""
         return np.array([x for cache in self.caches for x in getattr(cache, name)], np.int64)
 
     def by_layer(self, heads: Sequence[T]) -> list[Sequence[T]]:
@@ -176,15 +174,11 @@ class CachePlan:
         return [heads[first:end] for first, end in itertools.pairwise(ends)]
 
     def bytes(self, batch: int = 1) -> int:
-        """Return the bytes of all caches and recurrent states for `batch` sequences, `past_length` included."""
         recurrent = sum(layer.bytes(batch) for layer in self.states)
         return sum(layer.bytes(batch) for layer in self.caches) + recurrent + 8 * batch
 
     def state_names(self) -> Iterator[tuple[str, str, LayerCache | LayerStates, str]]:
-        """Yield the input name, output name, cache and tensor name of every state tensor, cache by cache.
-
-        Recurrent states follow the KV caches.
-        """
+        """Yield the input name, output name, cache and tensor name of every state tensor, recurrent states last."""
         places: Iterator[tuple[int | str, LayerCache | LayerStates]] = itertools.chain(
             enumerate(self.caches), ((states.place, states) for states in self.states)
         )

@@ -65,8 +65,6 @@ class Fit:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The memory that a recipe needs: its weights and its KV caches."""
-
     name: str
     recipe: Recipe
     geometry: tuple[LayerGeometry, ...]
@@ -131,7 +129,6 @@ class MemoryPlan:
 
     @property
     def advice(self) -> Mapping[str, str]:
-        """The notes of the recipe's backend about the machines that will run the artifact, by subject."""
         from kvexport import backends
 
         return backends.get(self.recipe.backend.name).advice(self.recipe, self.cache, self.weight_bytes)
@@ -146,13 +143,11 @@ class MemoryPlan:
 
     @property
     def _bits(self) -> str:
-        """Return the mean bits of a model's parameter, scales included, as text; "" if no weight is quantized."""
         bits = 8 * self.weight_bytes / self.parameters
         return f", {bits:.2f} bits each" if bits < 15.9 else ""
 
     @property
     def _experts(self) -> str:
-        """Return a text with the bytes of all experts' weights, and with the bytes of those that one token reads."""
         at_rest, read = format_bytes(self.expert_bytes), format_bytes(self.expert_read_bytes)
         return f"{at_rest} of the weights, of which a token reads {read}"
 
@@ -163,7 +158,6 @@ class MemoryPlan:
 
     @property
     def _after_prompt(self) -> str:
-        """Return a text about the cache bytes in use after a prompt that is merged once, at its end."""
         if self.recipe.cache.merge_prompts == "chunks":
             return ""
         used, saved = format_bytes(self.settled_bytes), format_bytes(self.snapshot_bytes)
@@ -337,10 +331,7 @@ def _of_heads(numbers: Sequence[int]) -> str:
 
 
 def layer_table(cache: CachePlan) -> Table:
-    """Return a table of a model's KV caches, with one row for each run of equal neighbouring layers.
-
-    The bytes in a row are those of the whole run.
-    """
+    """Return a table of a model's KV caches, with one row and its bytes for each run of equal neighbouring layers."""
     rows: list[Sequence[str | int]] = []
     for label, layer, count in layer_groups(cache):
         size = str(layer.key_size)

@@ -178,7 +178,6 @@ def _name(layer: int, head: int, *, apart: bool) -> str:
 
 
 def _require_not_periodic(recipe: Recipe, why: str) -> None:
-    """Raise UsageError if the recipe sets `cache.periodic`; `why` is the reason in the error message."""
     if recipe.cache.periodic.slots is not None:
         raise UsageError(
             f"cache.periodic.slots is {recipe.cache.periodic.slots}, which is not supported where {why}",
@@ -282,7 +281,6 @@ def _require_one_place(geometry: Sequence[LayerGeometry], budgets: Sequence[int]
 
 
 def _require_heads(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> None:
-    """Raise UsageError if the number of budget shares that a recipe lists for KV heads does not fit the model."""
     shares = head_shares(recipe)
     for i, (row, layer) in enumerate(zip(shares, geometry, strict=bool(shares))):
         if len(row) != layer.kv_heads:

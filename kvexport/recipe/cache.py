@@ -137,5 +137,4 @@ class CacheSection(RecipeSection):
         return name
 
     def build_method(self) -> Method:
-        """Return the compression method that a recipe names, with the recipe's parameters."""
         return all_methods()[self.method](**self.parameters)

@@ -77,7 +77,6 @@ def get(tree: Tree, key: Key) -> Entry | None:
 
 
 def scalar_at(tree: Tree, key: Key) -> Any:
-    """Return the value at `key` in a recipe's contents; None for a mapping or a missing key."""
     entry = get(tree, key)
     return entry.value if isinstance(entry, Leaf) else None
 
@@ -136,7 +135,6 @@ def _local(path: Leaf) -> Any:
 
 
 def _check_parameters(tree: Tree, cache: dict[str, Any], findings: Findings) -> Method | None:
-    """Return the compression method with the recipe's parameters, or None if one of them is wrong."""
     name = cache.get("method", CacheSection.model_fields["method"].default)
     if not isinstance(name, str) or name not in all_methods() or (findings.lost and "method" not in cache):
         return None
@@ -208,7 +206,6 @@ def _message(item: Any) -> str:
 
 
 def _wording(tree: Tree, key: Key, items: list[Any]) -> str:
-    """Return one error message for all of pydantic's errors about one value of a recipe."""
     value = items[0]["input"]
     texts = list(dict.fromkeys(_message(item) for item in items))
     text = " or ".join([texts[0], *(t.removeprefix("should be ") for t in texts[1:])])
@@ -221,7 +218,6 @@ def _wording(tree: Tree, key: Key, items: list[Any]) -> str:
 
 
 def _meaning(key: Key, method: Any) -> str:
-    """Return the first sentence of a recipe field's description in parentheses, for a message."""
     model: type[BaseModel] | None = Recipe
     if key[:2] == PARAMETERS and len(key) > 2:
         model, key = all_methods().get(str(method or CacheSection.model_fields["method"].default)), key[2:]
@@ -240,11 +236,9 @@ def _is_number(text: str) -> bool:
 
 
 def did_you_mean(near: Sequence[str]) -> str:
-    """Return the end of an error message that suggests the nearest known name; "" if there is none."""
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def shown(value: Any) -> str:
-    """Return a recipe's value as text for an error message: at most 80 characters, on one line."""
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -26,21 +26,12 @@ ENTRY = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """The description of a field of a recipe, or of a parameter of a compression method.
-
-    Attributes:
-        name: The dotted key of a field, or the name of a parameter.
-        type: The JSON type.
-        default: The default.
-        constraint: The allowed values, such as ">= 0, < 1" or "key | vote | mean"; "" if only the type restricts them.
-        required: Whether the field has no default.
-        meaning: A description.
-    """
+    """The description of a field of a recipe (`name` is its dotted key), or of a parameter of a compression method."""
 
     name: str
     type: str
     default: Any
-    constraint: str
+    constraint: str  # allowed values, such as ">= 0, < 1" or "key | vote | mean"; "" if only the type restricts them
     required: bool = False
     meaning: str = ""
 
@@ -66,7 +57,6 @@ def section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
 
 
 def describe_fields(model: type[BaseModel], above: str = "") -> Iterator[ParameterInfo]:
-    """Yield a description of each field of a recipe section; fields of inner sections have dotted keys."""
     schema, meaning = model.model_json_schema(), meanings(model)
     for name, prop in schema["properties"].items():
         if section := section_of(model, name):

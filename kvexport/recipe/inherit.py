@@ -26,12 +26,10 @@ def recipe_folder() -> Path:
 
 
 def named_recipes() -> dict[str, Path]:
-    """Return the files of the recipes that kvexport ships by their names, sorted."""
     return {path.stem: path for path in sorted(recipe_folder().glob("*.yaml"))}
 
 
 def locate(name: str, folder: Path, findings: Findings, place: str = "") -> Path | None:
-    """Return the file of a recipe, or None, and a problem in `findings`, if no recipe has this name."""
     if name.endswith((".yaml", ".yml")) or "/" in name or os.sep in name:
         return Path(os.path.normpath(folder / name))
     known = named_recipes()

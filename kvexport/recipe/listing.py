@@ -16,63 +16,38 @@ from kvexport.recipe.parse import Findings, Leaf, Origin, Tree, merge, nest
 
 @dataclass(frozen=True)
 class RecipeInfo:
-    """One line of the list of recipes that `kvexport recipes` shows.
-
-    Attributes:
-        name: The name of the recipe.
-        path: The recipe's file.
-        description: One line about the recipe.
-        model: `model.path` as the file contains it; None for a base recipe, which names no model.
-        dtype: The type of the weights.
-        method: The compression method.
-        budget: `cache.budget` as the file contains it: slots or a share.
-        slots: The mean budget of a layer in slots.
-        max_length: The longest sequence in tokens, or "unlimited".
-        base: Whether the recipe is a base recipe, which other recipes extend.
-        problem: The reason why the recipe cannot be loaded; all fields but name and path are then empty.
-    """
+    """One line of the list of recipes that `kvexport recipes` shows."""
 
     name: str
     path: Path
     description: str = ""
-    model: str | None = None
+    model: str | None = None  # `model.path` as the file contains it; None for a base recipe
     dtype: str = ""
     method: str = ""
-    budget: int | float | None = None
-    slots: int | None = None
-    max_length: int | str | None = None
-    base: bool = False
-    problem: str = ""
+    budget: int | float | None = None  # as the file contains it: slots, or a share of the longest sequence
+    slots: int | None = None  # mean budget of a layer
+    max_length: int | str | None = None  # tokens, or "unlimited"
+    base: bool = False  # whether it names no model, so that only other recipes extend it
+    problem: str = ""  # why the recipe cannot be loaded; only name and path are then set
 
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """One entry of the list of compression methods that `kvexport recipes methods` shows.
-
-    Attributes:
-        name: The name that recipes use.
-        summary: One line about the method.
-        source: The paper.
-        compresses: False if the method evicts nothing except entries that a sliding window has passed.
-        details: The docstring of the method's class.
-        parameters: The method's parameters.
-    """
+    """One entry of the list of compression methods that `kvexport recipes methods` shows."""
 
     name: str
     summary: str
     source: str
-    compresses: bool
-    details: str
+    compresses: bool  # False if only entries that a sliding window has passed are evicted
+    details: str  # docstring of the method's class
     parameters: tuple[ParameterInfo, ...]
 
 
 def list_recipes() -> list[RecipeInfo]:
-    """Return every recipe that kvexport ships; one that cannot be loaded is listed with its problem."""
     return [_describe(name, path) for name, path in named_recipes().items()]
 
 
 def describe_method_parameters() -> list[MethodInfo]:
-    """Return every compression method with its parameters, their defaults and constraints."""
     return [
         MethodInfo(
             name,

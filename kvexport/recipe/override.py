@@ -9,7 +9,6 @@ from kvexport.recipe.parse import Findings, Origin, Source, Tree, merge, nest
 
 
 def read_overrides(overrides: Sequence[str], findings: Findings) -> Tree:
-    """Return the `--set` overrides of a command line as recipe contents; the last override of a key wins."""
     layer = Tree({}, Origin("", "", Path.cwd()))
     for text in overrides:
         label = f"--set {text}" if text.isprintable() else f"--set {text!r}"

@@ -26,35 +26,23 @@ SCALARS = tuple(CORE + kind for kind in ("null", "bool", "int", "float", "str", 
 
 @dataclass
 class Findings:
-    """The problems found in a recipe while it is read and checked.
-
-    Attributes:
-        problems: The messages.
-        lost: Whether a part of the recipe could not be read. A missing value may then be in that part.
-    """
+    """The problems found in a recipe while it is read and checked."""
 
     problems: list[str] = field(default_factory=list)
-    lost: bool = False
+    lost: bool = False  # whether a part could not be read, in which a missing value may be
 
     def lose(self, problem: str) -> None:
-        """Add a problem, and record that a part of the recipe could not be read."""
         self.problems.append(problem)
         self.lost = True
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The place where an entry of a recipe is written.
+    """The place where an entry of a recipe is written."""
 
-    Attributes:
-        place: The place of the value: "recipes/x.yaml:7" or "--set key=value".
-        key_place: The place of the key.
-        folder: The folder of the file, to which paths in the value are relative.
-    """
-
-    place: str
+    place: str  # of the value: "recipes/x.yaml:7" or "--set key=value"
     key_place: str
-    folder: Path
+    folder: Path  # of the file, to which paths in the value are relative
 
 
 @dataclass(frozen=True)
@@ -86,7 +74,6 @@ def merge(below: Tree, above: Tree) -> Tree:
 
 
 def nest(key: tuple[str, ...], entry: Entry) -> Tree:
-    """Return recipe contents that consist of one entry, at the nested key `key`."""
     for name in reversed(key):
         entry = Tree({name: entry}, entry.origin)
     assert isinstance(entry, Tree)
@@ -94,18 +81,15 @@ def nest(key: tuple[str, ...], entry: Entry) -> Tree:
 
 
 def plain(entry: Entry) -> Any:
-    """Return an entry of a recipe as plain data, without the places where its values are written."""
     return entry.value if isinstance(entry, Leaf) else {key: plain(value) for key, value in entry.entries.items()}
 
 
 def shown_key(dotted: str) -> str:
-    """Return a recipe's key as a message shows it: on one line, and cut off after 120 characters."""
     text = dotted if dotted.isprintable() else repr(dotted)
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def read_file(path: Path, label: str, extended_at: str, findings: Findings) -> Tree:
-    """Return the mapping in a recipe file; an empty one if the file cannot be read."""
     empty = Tree({}, Origin(label, label, path.parent))
     by = f" (extended at {extended_at})" if extended_at else ""
     try:
@@ -136,24 +120,15 @@ def read_file(path: Path, label: str, extended_at: str, findings: Findings) -> T
 
 @dataclass
 class Source:
-    """A YAML text that is read into a recipe: a file, or the value of an override on the command line.
+    """A YAML text that is read into a recipe: a file, or the value of an override on the command line."""
 
-    Attributes:
-        label: The name of the file or override in messages.
-        folder: The folder of the file, or the current directory.
-        is_file: Whether the text is a file.
-        findings: The list to which problems of the text are added.
-        values: The number of values read so far.
-    """
-
-    label: str
+    label: str  # name of the file or override in messages
     folder: Path
     is_file: bool
     findings: Findings
-    values: int = 0
+    values: int = 0  # number of values read so far
 
     def read(self, text: str) -> Entry | None:
-        """Parse a YAML text, and return its value; None, and a problem in `findings`, if it is not YAML."""
         try:
             loader = yaml.SafeLoader(text)
             try:
@@ -184,7 +159,6 @@ class Source:
     def _entry(
         self, loader: yaml.SafeLoader, node: yaml.Node, key: str, key_place: str, above: tuple[int, ...]
     ) -> Entry | None:
-        """Return the value of a YAML node; None, and a problem in `findings`, if it cannot be read."""
         self.values += 1
         if id(node) in above or len(above) > MAX_DEPTH or self.values > MAX_VALUES:
             reason = "it contains itself, is nested too deep, or has too many values"

@@ -81,7 +81,6 @@ def _member(field: Field) -> list[str]:
 
 
 def reader() -> str:
-    """Return the text of plugins/abi/attributes.h: C++ functions that read a node's attributes into structs."""
     lines = [
         "// A node's attributes: their names, and functions that read those of one value into the structs of a call.",
         "// ../bindings/node/read.h defines the interface of Node.",
@@ -143,7 +142,6 @@ def _read(a: Attribute) -> list[str]:
 
 
 def policy_check() -> str:
-    """Return the text of plugins/math/policy.h: the merge policies that the kernels support."""
     lines = [
         "// Which combinations of merge policy fields the native kernels support (kvexport/schema/policy.py).",
         WRITTEN,
@@ -209,7 +207,6 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def contract(text: str) -> str:
-    """Return the text of docs/reference/contract.md with the tables that the operators' schema gives."""
     for name, table in tables().items():
         mark = re.escape(f"<!-- schema: {name} -->")
         text, count = re.subn(

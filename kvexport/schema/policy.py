@@ -42,10 +42,6 @@ class Requirement(NamedTuple):
 
     @property
     def problem(self) -> str:
-        """The error message for a merge policy in which the value of one field forbids the value of another.
-
-        The PyTorch code and the native kernels have the same message.
-        """
         allowed = " or ".join(str(value).lower() for value in self.allowed)
         return f"{self.field} is {self.value}, which needs {self.other} to be {allowed}"
 
@@ -83,10 +79,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class MergePolicy:
-    """The rules by which cache slots are evicted and merged, as data for native kernels.
-
-    The metadata of each field describes it.
-    """
+    """The rules by which cache slots are evicted and merged, as data for native kernels."""
 
     select: Literal["position", "score", "average", "pooled", "mean", "attended"] = _word(
         "position",

@@ -17,10 +17,7 @@ class Counters(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """A saved lane (row of the batch): its state tensors (see `ModelState.read`) and counters at one moment.
-
-    Nobody may change the tensors.
-    """
+    """A saved lane (row of the batch) at one moment: its state tensors, which nobody may change, and its counters."""
 
     state: Mapping[str, NDArray[Any]]
     counters: Counters

@@ -55,10 +55,7 @@ def by_heads(plan: CachePlan, tensors: Mapping[str, NDArray[Any]]) -> LaneTensor
 
 
 class SelectedCache:
-    """Smaller KV caches with copies of selected entries of full caches, one smaller cache for each lane of the batch.
-
-    A new object has one lane.
-    """
+    """Smaller KV caches with copies of selected entries of full caches, one smaller cache for each batch lane."""
 
     def __init__(self, manifest: Manifest, model: LoadedModel, plan: CachePlan) -> None:
         self.plan = plan
@@ -105,7 +102,6 @@ class SelectedCache:
         return np.concatenate([np.tile(first, (heads, 1)), highest, np.tile(latest, (heads, 1))], axis=1)
 
     def entry_tensors(self, i: int) -> Iterable[StateTensor]:
-        """Return the state tensors of layer `i` that make up a KV-cache entry, such as its keys and values."""
         return [tensor for tensor in self.plan.caches[i].state if tensor.name in ENTRY]
 
     def copy(self, i: int, source: LaneTensors, target: LaneTensors, selected: Slots, start: int) -> None:
@@ -130,7 +126,6 @@ class _Content:
 
 
 def new_periodic(manifest: Manifest, model: LoadedModel, lanes: int) -> PeriodicState:
-    """Return empty KV caches for `lanes` sequences, whose decode steps read selected entries of the full cache."""
     settings, plan = manifest.recipe.cache.periodic, selected_plan(manifest.recipe, manifest.cache)
     assert plan is not None
     selected = SelectedCache(manifest, model, plan)
@@ -280,7 +275,6 @@ class PeriodicState(ModelState):
     def decode(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
     ) -> NDArray[np.float32]:
-        """Append tokens to batch lanes over the full KV cache and return logits, as `LaneState.decode` describes."""
         for i in np.flatnonzero(query_length[:, 0]).tolist():
             self._settle(first + i)
             self._forget(first + i)
@@ -290,18 +284,12 @@ class PeriodicState(ModelState):
         return logits
 
     def step(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Rows:
-        """Append one token to each lane over the full KV cache; return host logits as `ModelState.step` describes."""
         return self._full.step(input_ids, query_length, first)
 
     def merge(self, first: int, last: int) -> None:
-        """Run the merge graph on the full caches of lanes first <= lane < last.
-
-        No entry is evicted, because the budget of a full cache is the longest sequence.
-        """
         self._full.merge(first, last)
 
     def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
-        """Empty the full and the selected caches of lanes first <= lane < last, as `LaneState.clear` describes."""
         for each in (self._full, self._selected.state):
             each.clear(first, last, poisoned=poisoned)
         for lane in range(first, last):
@@ -309,7 +297,6 @@ class PeriodicState(ModelState):
             self._length[lane] = 0
 
     def grown(self, lanes: int) -> PeriodicState:
-        """Return a state with more batch lanes, the first of which are copies of the present lanes."""
         for lane in self._contents:
             self._settle(lane)
         full = self._full.grown(lanes)
@@ -320,16 +307,11 @@ class PeriodicState(ModelState):
         return more
 
     def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
-        """Return copies of one lane's state tensors from the full KV cache, as `ModelState.read` describes.
-
-        If `names` is None, the result includes the positions of the entries that decode steps read.
-        """
         self._settle(lane)
         tensors = self._full.read(lane, names)
         return tensors | self._positions(lane) if names is None and lane in self._contents else tensors
 
     def write(self, lane: int, state: Mapping[str, NDArray[Any]], past_length: int | None = None) -> None:
-        """Overwrite one lane's state tensors and rebuild its selected cache by saved positions (`ModelState.write`)."""
         self._settle(lane)
         self._forget(lane)
         positions = {name: array for name, array in state.items() if name.endswith(f".{READ}")}
@@ -342,7 +324,6 @@ class PeriodicState(ModelState):
             self._restore(lane, positions)
 
     def rollback(self, lane: int, count: int) -> None:
-        """Remove a lane's last `count` tokens from its KV caches; the next decode step selects cache entries again."""
         self._settle(lane)
         self._forget(lane)
         self._full.rollback(lane, count)
@@ -362,7 +343,6 @@ class PeriodicState(ModelState):
         return self._tensors(lane)
 
     def get_state(self) -> dict[str, NDArray[Any]]:
-        """Return copies of all state tensors (full KV caches of all lanes), as `ModelState.get_state` describes."""
         for lane in self._contents:
             self._settle(lane)
         return self._full.get_state()

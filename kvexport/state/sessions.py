@@ -95,7 +95,6 @@ class SessionStore:
         return sum(snapshot.nbytes for _, snapshot in self._loaded.values())
 
     def names(self) -> list[str]:
-        """Return the names of all stored sessions (conversations). Those in memory come last, in the order of use."""
         files = [] if self._folder is None else sorted(p.stem for p in self._folder.glob(f"*{SUFFIX}"))
         return [*(name for name in files if NAME.fullmatch(name) and name not in self._loaded), *self._loaded]
 
@@ -114,10 +113,7 @@ class SessionStore:
         return snapshot
 
     def mark(self, name: str) -> bytes | None:
-        """Return bytes that identify the stored state of a session (conversation), by which `put` detects changes.
-
-        None if no state is stored.
-        """
+        """Return bytes that identify the stored state of a session (conversation), by which `put` detects changes."""
         check_name(name)
         if self._folder is not None:
             return _read_mark(name, self._path(name))
@@ -156,7 +152,6 @@ class SessionStore:
                 self._bound_disk(name)
 
     def delete(self, name: str) -> bool:
-        """Delete a session, a stored conversation, from memory and from the folder. If that fails, it stays."""
         check_name(name)
         known = name in self._known
         if self._folder is None:

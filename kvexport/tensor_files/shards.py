@@ -98,7 +98,6 @@ def _read_index(file: Path) -> dict[str, frozenset[str] | None]:
 
 
 def read_shard(file: Path) -> Shard:
-    """Return the header of a safetensors file, checked at least as strictly as safetensors checks it."""
     again = f"download {file.name} again"
     if not file.is_file():
         raise UsageError(f"shard {file} is missing", again)

@@ -77,22 +77,14 @@ def recipe_of_command(
     calibrate: bool | None = None,
     progress: Show = silent,
 ) -> LoadedRecipe:
-    """Return the recipe that the arguments of `kvexport build` or `kvexport plan` describe.
+    """Return the recipe that the arguments of a command such as `kvexport build` (`verb`) describe.
 
-    Args:
-        verb: The name of the command.
-        model: A hub id, the path of a checkpoint's folder, or the path of a GGUF file. With `recipe`, it replaces the
-            recipe's model.
-        recipe: The name or file of a recipe; None takes the recipe of a model that has none.
-        budget: Slots of each KV head; None takes the recipe's.
-        max_length: The largest number of tokens of one sequence; None takes the recipe's.
-        overrides: "dotted.key=value" strings, as `--set` takes them.
-        calibrate: See `calibrated_recipe`; refused for a recipe.
-        progress: Shows the stages of the measurement.
+    A named recipe is read, and `model`, `budget`, `max_length` and `overrides` replace values in it. Without a name the
+    recipe is that of `calibrated_recipe`.
 
     Raises:
-        UsageError: No model and no recipe is named, or an argument cannot be used.
-        EnvironmentProblem: See `calibrated_recipe`.
+        UsageError: No model and no recipe is named, or an argument cannot be used, such as `calibrate` with a recipe.
+        EnvironmentProblem: The hub cannot be reached, a package is missing, or budgets cannot be measured as asked.
     """
     from kvexport.packages import require
 
@@ -125,21 +117,24 @@ def calibrated_recipe(
 ) -> LoadedRecipe:
     """Return the recipe of a model that has no recipe file, with measured budgets if they can be measured.
 
-    Measured budgets give more cache slots to KV heads that lose more by evictions.
+    Measured budgets give more cache slots to KV heads that lose more by evictions. If `overrides` divide the budget
+    (`cache.allocation`), nothing is measured.
 
     Args:
-        model: See `model_recipe`.
-        budget: See `model_recipe`.
-        max_length: See `model_recipe`.
-        overrides: See `model_recipe`. If they divide the budget (`cache.allocation`), nothing is measured.
-        calibrate: Whether budgets of KV heads are measured on the package's texts. None measures them if the model and
-            the machine allow it, on fewer texts for a larger model. True measures them on all texts. False gives all
-            heads equal budgets.
-        progress: Shows the stages of the measurement.
+        model: The model.
+        budget: The number of cache slots of each KV head on average.
+        max_length: The largest number of tokens of one sequence.
+        overrides: "dotted.key=value" strings, as `--set` takes them.
+        calibrate: Whether budgets of KV heads are measured on texts that kvexport contains. None measures them if the
+            model and the machine allow it, on fewer texts for a larger model. True measures them on all texts. False
+            gives all heads equal budgets.
+        progress: A function that shows the stages of the measurement.
 
     Raises:
-        UsageError: See `model_recipe`; or `calibrate` is True, and the budgets of this model cannot be measured.
-        EnvironmentProblem: See `model_recipe`; or `calibrate` is True, and this machine cannot measure the budgets.
+        UsageError: An argument cannot be used; or `calibrate` is True, and the budgets of this model cannot be
+            measured.
+        EnvironmentProblem: The hub cannot be reached, a package is missing; or `calibrate` is True, and this machine
+            cannot measure the budgets.
     """
     from kvexport.calibrate.default import with_measured_budgets
 
@@ -163,15 +158,8 @@ def build_model(
 ) -> Path:
     """Build an artifact of a model into the folder `out`, and return the folder.
 
-    Args:
-        model: A hub id, the path of a checkpoint's folder, or the path of a GGUF file.
-        out: The folder of the artifact. An artifact in this folder is replaced when the new one is complete.
-        budget: Slots of each KV head; None takes `kvexport.recipe.own.BUDGET`.
-        max_length: The largest number of tokens of one sequence; None takes the model's trained length, at most
-            LONGEST.
-        overrides: "dotted.key=value" strings, as `--set` takes them.
-        calibrate: See `calibrated_recipe`.
-        progress: Shows the stages of the build.
+    An older artifact in this folder is replaced when the new one is complete. The other arguments are those of
+    `calibrated_recipe`.
 
     Raises:
         UsageError: The model, an argument or the target cannot be used.
@@ -197,15 +185,8 @@ def find_artifact(
     """Return the artifact folder of a model, built into the user's cache folder if it is not there yet.
 
     The folder's name contains a hash of the checkpoint's headers, of the size and time of its files, of the recipe, of
-    `calibrate` and of kvexport's version. A model that changes in place is therefore built again.
-
-    Args:
-        source: The folder of an artifact, which is returned as it is; or a model (see `model_recipe`).
-        budget: See `model_recipe`; refused for an artifact.
-        max_length: See `model_recipe`; refused for an artifact.
-        overrides: See `model_recipe`; refused for an artifact.
-        calibrate: See `calibrated_recipe`; refused for an artifact.
-        progress: Shows the stages of the build.
+    `calibrate` and of kvexport's version. A model that changes in place is therefore built again. A `source` that is
+    the folder of an artifact is returned as it is, and the arguments of `calibrated_recipe` are then refused.
 
     Raises:
         UsageError: There is no such artifact or model, or an argument cannot be used.

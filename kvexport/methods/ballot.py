@@ -58,7 +58,7 @@ class Ballot(Merging):
 
     @property
     def vote_exponent(self) -> float:
-        """The factor alpha of the attention bias ``alpha * ln(votes)``: 1, so votes count in full."""
+        """The factor alpha of the attention bias ``alpha * ln(votes)``, 1: a slot counts as often as it has tokens."""
         return 1.0
 
     @property

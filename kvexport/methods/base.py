@@ -45,7 +45,10 @@ class Method(BaseModel):
 
     @property
     def vote_exponent(self) -> float:
-        """The factor alpha of the bias ``alpha * ln(votes)`` that attention adds to its logits."""
+        """The factor alpha of the bias ``alpha * ln(votes)`` that attention adds to a cache slot's logit; 0 by default.
+
+        The votes of a slot are the number of tokens that it stands for.
+        """
         return 0.0
 
     @property

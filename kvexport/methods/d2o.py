@@ -32,10 +32,10 @@ class D2O(Merging):
         return True
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
-        """Return the cache slots after evicted ones have merged into the slots of the most similar keys.
+        """Return the cache slots after evicted ones have merged into the kept slots of the most similar keys.
 
-        Keys and values are means with the weights ``e`` for the target and ``e^u`` for each evicted slot, where u is
-        the cosine of its key and the target's.
+        Keys and values are means. The weights are ``e`` for the kept slot and ``e^u`` for an evicted slot, where u is
+        the cosine of the two keys.
         """
         import torch
 

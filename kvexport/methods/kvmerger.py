@@ -53,8 +53,8 @@ class KVMerger(Merging):
     def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
         """Return the keep score [B, H, C] of every cache slot, by which slots are evicted, lowest first.
 
-        All slots of a run of similar tokens except its pivot have the lowest scores. The other slots follow by
-        importance.
+        In a run of similar tokens the most attended slot, the pivot, is kept: all its other slots have the lowest
+        scores. The slots that are in no run follow by importance, and so do the pivots.
         """
         import torch
 
@@ -94,9 +94,9 @@ class KVMerger(Merging):
         return sets.write(slots, key, value, votes, sets.scores(slots, self.statistics))
 
     def _pivots(self, slots: Slots, unprotected: Tensor, importance: Tensor, count: int) -> Tensor:
-        """Return the pivot slot that each slot's run of similar tokens merges into; [B, H, C] int64.
+        """Return the slot [B, H, C] int64 that each slot's run of similar tokens merges into: the run's most attended.
 
-        A slot that is in no run is its own pivot.
+        For a slot that is in no run, the result is the slot itself.
         """
         import torch
 

@@ -97,7 +97,7 @@ class Evicted:
 
 @dataclass(frozen=True)
 class NewTokens:
-    """The tokens of one call of VoteAttention, for `Method.update`.
+    """The new tokens that a call of the attention operator appends to the KV cache, for `Method.update`.
 
     Attributes:
         query: [B, Hq, T, D].

@@ -34,12 +34,16 @@ class ZeroMerge(Merging):
 
     @property
     def vote_exponent(self) -> float:
-        """The factor of the attention bias ``alpha * ln(votes)``: the parameter `alpha` of the ZeroMerge paper."""
+        """The factor alpha of the attention bias ``alpha * ln(votes)``, where votes count the tokens of a slot."""
         return self.alpha
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """The statistic of each slot: the decayed sum of attention probabilities, computed with the bias by votes."""
+        """The statistic of each slot: the decayed sum of the attention probabilities that it receives.
+
+        Attention computes these probabilities with the bias ``alpha * ln(votes)``, where votes count the tokens of a
+        slot.
+        """
         return (Statistic("probability", self.decay),)
 
     def policy(self) -> MergePolicy:

@@ -273,7 +273,7 @@ def rows_of(votes: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
     budget.
 
     Args:
-        votes: [B, H, C], 0 for an empty slot.
+        votes: [B, H, C], the number of tokens that each slot stands for, 0 for an empty slot.
         budget: The number of slots that are kept.
     """
     capacity = votes.shape[2]

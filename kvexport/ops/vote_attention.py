@@ -31,7 +31,7 @@ class VoteAttentionAttributes:
 
     Attributes:
         scale: The factor of the products of queries and keys.
-        vote_exponent: The factor alpha of the bias ``alpha * ln(votes)``.
+        vote_exponent: The factor alpha of the bias ``alpha * ln(votes)``, where votes count the tokens of a cache slot.
         statistics: The K statistics of received attention that are kept for every slot.
         sliding_window: The number of latest positions that are visible; 0 for all.
         softcap: The bound of logits; 0 for none.
@@ -253,7 +253,7 @@ def _appended(
 
 
 def vote_bias(votes: Tensor, attributes: VoteAttentionAttributes) -> Tensor:
-    """Return the bias ``alpha ln(votes)`` that attention adds to the logits of occupied cache slots."""
+    """Return the bias ``alpha ln(votes)`` of attention logits, where votes count the tokens of a cache slot."""
     return attributes.vote_exponent * torch.log(votes)
 
 

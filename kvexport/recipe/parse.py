@@ -47,7 +47,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value of a recipe with its origin: a scalar, or a list with all of its items."""
+    """A value of a recipe, a scalar or a list with all of its items, and the place where it is written."""
 
     value: Any
     origin: Origin

@@ -118,7 +118,7 @@ class SelectedCache:
 
 @dataclass(frozen=True)
 class _Content:
-    """The content of one lane's selected cache: copied slots of the full cache, then the tokens from `start` on."""
+    """The content of one sequence's selected cache: copied slots of the full cache, then the tokens from `start` on."""
 
     slots: list[Slots]  # copied slots of the full cache, for each layer
     start: int  # number of the first token behind the copied slots
@@ -176,10 +176,7 @@ class PeriodicState(ModelState):
         return logits if full_logits is None else np.where(selected_length[:, :, None] > 0, logits, full_logits)
 
     def _reads_selected(self, lane: int) -> bool:
-        """Return whether a lane's decode step reads the selected cache, after bringing that cache up to date.
-
-        Otherwise the step reads the full cache.
-        """
+        """Return whether a sequence's decode step reads its selected cache, which is brought up to date if so."""
         length, content, settings = self._length[lane], self._contents.get(lane), self._settings
         assert settings.slots is not None
         if length < settings.slots or length % settings.every == 0:
@@ -195,7 +192,7 @@ class PeriodicState(ModelState):
         return True
 
     def _place(self, lane: int, slots: list[Slots]) -> None:
-        """Fill a lane's selected cache with copies of slots of the full cache, which must be up to date."""
+        """Fill a sequence's selected cache with copies of slots of its full cache, which must be up to date."""
         full, own, length = self._view(lane), self._selected.view(lane), self._length[lane]
         for i, selected in enumerate(slots):
             self._selected.copy(i, full, own, selected, 0)
@@ -204,7 +201,7 @@ class PeriodicState(ModelState):
         self._selected.state.write(lane, {}, length)
 
     def _settle(self, lane: int) -> None:
-        """Update a lane's full KV cache with the tokens and statistics that only the smaller selected cache has."""
+        """Update a sequence's full KV cache with the tokens and statistics that only its selected cache has."""
         content, length = self._contents.get(lane), self._length[lane]
         if content is None:
             return
@@ -218,7 +215,7 @@ class PeriodicState(ModelState):
         self._full.write(lane, {}, length)
 
     def _give_statistics(self, lane: int, *, to_full: bool = False) -> None:
-        """Copy the slots' scores and other statistics from a lane's full KV cache to its selected cache, or back."""
+        """Copy the scores and other statistics of slots from a sequence's full cache to its selected cache, or back."""
         content, full, own = self._contents[lane], self._view(lane), self._selected.view(lane)
         late = np.arange(content.start, content.copied)
         for i in self._layers:
@@ -262,7 +259,7 @@ class PeriodicState(ModelState):
         return positions
 
     def _restore(self, lane: int, positions: Mapping[str, NDArray[Any]]) -> None:
-        """Rebuild a lane's selected cache from the full cache, with the entries at the saved positions."""
+        """Rebuild a sequence's selected cache from the full cache, with the entries at the saved positions."""
         full, length, slots = self._view(lane), self._length[lane], []
         for i in self._layers:
             position = full[f"past_key_values.{i}.position"][:, :length]

@@ -85,10 +85,7 @@ def read_blocks(entry: TensorEntry) -> Iterator[bytes]:
 
 
 def require_finite(entry: TensorEntry, block: bytes | memoryview, at: int) -> None:
-    """Raise UsageError if a value in a block of a tensor's bytes is infinite or NaN.
-
-    The number of the tensor's bytes before the block is `at`.
-    """
+    """Raise UsageError if a value in a block of a tensor's bytes, which begins at byte `at`, is infinite or NaN."""
     signed, exponent = _EXPONENT[entry.dtype]
     bits = np.frombuffer(block, signed)
     # Without its sign such a value is at least `exponent` as an integer: of positive values the largest integer, and of

@@ -47,10 +47,10 @@ class MergeSets:
         return gather_rows(x, self.targets).float(), gather_rows(x, self.index).float()
 
     def sum(self, target: Tensor, evicted: Tensor) -> Tensor:
-        """Return the sum of a quantity over every merge set (a target and its evicted slots); [B, H, V] or [..., D].
+        """Return the sum of a quantity over every merge set, a kept slot (target) and the slots that merge into it.
 
         Args:
-            target: The target's term, [B, H, V] or [B, H, V, D].
+            target: The target's term, [B, H, V] or [B, H, V, D], as the result.
             evicted: The term of each evicted slot, of the same shape.
         """
         if target.dim() == 3:
@@ -58,27 +58,30 @@ class MergeSets:
         return target + self.same @ evicted
 
     def largest(self, target: Tensor, evicted: Tensor) -> Tensor:
-        """Return the largest value of a quantity in every merge set (a target and its evicted slots); [B, H, V]."""
+        """Return the largest value of a quantity in every merge set, a kept slot and the slots that merge into it."""
         import torch
 
         return torch.maximum(target, torch.where(self.same > 0, evicted[:, :, None, :], -torch.inf).amax(-1))
 
     def mean(self, x: Tensor, target_weight: Tensor, evicted_weight: Tensor) -> Tensor:
-        """Return the weighted mean of x over every merge set (a target and its evicted slots); [B, H, V, D] float32.
+        """Return the weighted mean of x over every merge set, a kept slot (target) and the slots that merge into it.
 
         Args:
             x: [B, H, C, D].
             target_weight: [B, H, V], the weights of the targets.
             evicted_weight: [B, H, V], the weights of the evicted slots.
+
+        Returns:
+            [B, H, V, D] float32.
         """
         target, evicted = self.pair(x)
         total = self.sum(target_weight[..., None] * target, evicted_weight[..., None] * evicted)
         return total / self.sum(target_weight, evicted_weight)[..., None]
 
     def latest(self, slots: Slots) -> Tensor:
-        """Return the latest token position in every merge set (a target and its evicted slots); [B, H, V].
+        """Return the latest token position in every merge set, a kept slot and the slots that merge into it.
 
-        Entry v of the result belongs to the merge set of evicted slot v.
+        Entry v of the result [B, H, V] belongs to the merge set of evicted slot v.
         """
         import torch
 
@@ -86,10 +89,10 @@ class MergeSets:
         return torch.maximum(target, torch.where(self.same > 0, evicted[:, :, None, :], -1).amax(-1))
 
     def scores(self, slots: Slots, statistics: tuple[Statistic, ...]) -> Tensor:
-        """Return the merged statistics of every merge set (a target and its evicted slots); [B, H, V, K] float32.
+        """Return the merged statistics [B, H, V, K] of every merge set, a kept slot and the slots that merge into it.
 
         Sums of attention probabilities add up. Averages of exp(logit), which are stored as logarithms, become their
-        mean weighted by votes. A statistic of kind ``none`` keeps the target's value.
+        mean weighted by votes (numbers of tokens). A statistic of kind ``none`` keeps the kept slot's value.
         """
         import torch
 
@@ -145,7 +148,7 @@ class MergeSets:
 
 
 def merge_sets(evicted: Evicted, targets: Tensor, merges: Tensor) -> MergeSets:
-    """Group the evicted slots that merge by their target slots, and return the groups as merge sets.
+    """Return the evicted slots that merge, grouped by the kept slots (targets) that they merge into.
 
     Args:
         evicted: The slots that are evicted.

@@ -24,7 +24,7 @@ class KvexportError(Exception):
 
 
 class UsageError(KvexportError):
-    """The error for a call, recipe, prompt or checkpoint that cannot be used."""
+    """The error for an argument, recipe, prompt or checkpoint that cannot be used."""
 
     exit_code = 2
 

@@ -176,7 +176,7 @@ class GenerationSettings:
 
     @property
     def may_raise(self) -> bool:
-        """Whether a penalty or bias can make a token's logit larger than the model's own logit."""
+        """Whether a penalty or bias can make a token's logit larger than the model computed it."""
         penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
         return min(penalties) < 0 or max(self.logit_bias.values(), default=0) > 0
 

@@ -1,9 +1,9 @@
 """The base class of KV cache compression methods.
 
 A method decides which statistics of attention are kept for a cache slot, which slots are evicted, and what evicted
-slots merge into. A method is one file in this folder with one subclass of `Method`, which `kvexport.methods` imports.
-The operators of `kvexport.ops` call the methods. No module of the package imports torch at import time, because recipes
-are validated on machines without torch.
+slots merge into. A method is one file in kvexport/methods with one subclass of `Method`. The operators of
+`kvexport.ops` call the methods. No module of the package imports torch at import time, because recipes are validated on
+machines without torch.
 """
 
 from __future__ import annotations

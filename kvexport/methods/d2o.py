@@ -28,7 +28,7 @@ class D2O(Merging):
 
     @property
     def merges_values_as_keys(self) -> bool:
-        """True: keys and values are means with the same weights."""
+        """Whether a merge treats values as keys: true for D2O, where both are means with the same weights."""
         return True
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:

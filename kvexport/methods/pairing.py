@@ -11,9 +11,9 @@ from kvexport.schema.policy import MergePolicy
 class NeighbourPairs(Merging):
     """A method that merges neighbouring cache slots in pairs, the least attended pairs first.
 
-    Sinks and recent slots are in no pair. If merging pairs does not free enough slots, the least attended slots are
-    dropped. To avoid this, a budget should have at least as many slots besides sinks and recent ones as are evicted at
-    once.
+    Sinks (first positions) and recent slots are in no pair. If merging pairs does not free enough slots, the least
+    attended slots are dropped. To avoid this, a budget should have at least as many slots besides sinks and recent ones
+    as are evicted at once.
 
     Attributes:
         share_pairs: Whether all heads of a layer choose the same pairs, by the sum of their attention.

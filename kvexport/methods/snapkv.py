@@ -41,7 +41,7 @@ class SnapKV(Method):
     def statistics(self) -> tuple[Statistic, ...]:
         """The statistic of each slot: the sum of attention probabilities over the last queries of a model call.
 
-        The sum is averaged over the query heads that share a KV head. It ranks slots like the mean of the SnapKV paper
+        The sum is averaged over the query heads that share a KV head, and ranks slots like the mean of the SnapKV paper
         does.
         """
         return (Statistic("probability", 1.0, self.window),)

@@ -12,7 +12,7 @@ from kvexport.schema.policy import MergePolicy
 
 
 class ZeroMerge(Merging):
-    """ZeroMerge: the cache consists of sinks, recent slots, context slots and residual slots.
+    """ZeroMerge: the cache consists of sinks (first positions), recent slots, context slots and residual slots.
 
     The context slot of lowest score is evicted and merges into a residual slot. Slots that have merged before become
     residual slots first, then the kept slots of lowest score.

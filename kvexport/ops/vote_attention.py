@@ -296,7 +296,7 @@ def _log_ema(
     log_weight: Tensor,
     statistic: Statistic,
 ) -> Tensor:
-    """Return the updated log of a slot's moving average of exp(logit) over the queries of a call; [B, H, C].
+    """Return the updated log of a slot's moving average of exp(logit) over the queries of a model call; [B, H, C].
 
     The result is ``ln(a^n S + (1 - a) sum_i a^(n-1-i) mean_g s_i)`` over the n queries. S is the past average, a the
     decay, s_i is exp(logit) of query i, and mean_g averages over the query heads of a KV head. With a window or a
@@ -316,7 +316,7 @@ def _log_ema(
 
 
 def _standing(visible: Tensor, lengths: Tensor, log_weight: Tensor, rate: float) -> Tensor:
-    """Return the log factor by which counted queries stand for all queries of a call; [B, H, 1, C].
+    """Return the log factor by which counted queries stand for all queries of a model call; [B, H, 1, C].
 
     A moving average over a window counts only some queries of a call. The factor is ``sum a^(n-1-i)`` over all n
     queries i that see a slot, with the decay a, divided by the sum of the weights of those that count. With this factor

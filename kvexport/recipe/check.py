@@ -90,7 +90,7 @@ def place_of(tree: Tree, key: Key) -> str:
 
 
 def _known_only(tree: Tree, model: type[BaseModel], above: Key, findings: Findings) -> dict[str, Any]:
-    """Return a recipe's contents as plain data without the keys that `model` does not have.
+    """Return a recipe's contents as plain data without the keys that the pydantic class `model` does not have.
 
     Each of those keys becomes a problem in `findings`.
     """

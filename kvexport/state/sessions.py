@@ -207,8 +207,8 @@ class SessionStore:
     def _bound_disk(self, newest: str) -> None:
         """Delete the session files that were written longest ago until the others are within the disk limit.
 
-        The caller holds the lock of the folder. All files are looked at only if the limit is reached, or other
-        processes may have written some: a look at 10,000 files takes longer than a turn.
+        The caller holds the lock of the folder of sessions. All files are looked at only if the limit is reached, or
+        other processes may have written some: a look at 10,000 files takes longer than a turn.
         """
         assert self._folder is not None
         due = self._shared and time.monotonic() > self._scanned + _SCAN_SECONDS
@@ -248,7 +248,7 @@ def next_turn(
     tools: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
 ) -> NDArray[np.int64] | None:
-    """Return the token ids that a conversation adds to a snapshot of its beginning; None if it does not begin so.
+    """Return the token ids that a conversation adds to a snapshot; None if the snapshot is not of its beginning.
 
     The ids are the end of the last answer, and everything after it. The result is also None without a chat template or
     tokenizer.

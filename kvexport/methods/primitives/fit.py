@@ -151,8 +151,8 @@ def fitted_values(read: Tensor, value: Tensor, output: Tensor, free: Tensor, rid
     """Return values of cache slots that give W recent queries certain attention outputs; [B, H, C, Dv] float32.
 
     The result is ``V + X^T (X X^T + ridge I)^-1 (Y - X V)`` over the slots whose values may change. V are the present
-    values, X the queries' attention probabilities, and Y the outputs. This is the ridge regression that starts from V,
-    in its dual form, a system of W equations.
+    values, X the queries' attention probabilities, and Y the outputs. The formula is the dual form, a system of W
+    equations, of the ridge regression that starts from V.
 
     Args:
         read: [B, H, W, C], the probabilities X of the queries.

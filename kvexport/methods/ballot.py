@@ -36,8 +36,8 @@ class Ballot(Merging):
             other query they are too few, and the error grows with every merge.
         votes_max: The largest number of votes of a merged slot. After hundreds of merges a slot is a mean of unrelated
             tokens and carries no information. Without a bound it would still get the attention of all these tokens.
-        decay: The factor a of the moving average of exp(logit) that weights a merge: ``average = a average + (1 - a)
-            new``.
+        decay: The factor ``a`` of the moving average of exp(logit) that weights a merge: ``average = a average +
+            (1 - a) new``.
     """
 
     name: ClassVar[str] = "ballot"

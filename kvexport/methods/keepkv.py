@@ -15,8 +15,8 @@ class KeepKV(Merging):
     """KeepKV: merges that keep the attention output of the current query, and votes that count merged tokens.
 
     Attributes:
-        decay: The factor a of the moving average of exp(logit), ``average = a average + (1 - a) new``. The KeepKV paper
-            does not give one.
+        decay: The factor ``a`` of the moving average of exp(logit), ``average = a average + (1 - a) new``. The KeepKV
+            paper does not give one.
         window: The number of last queries of a model call that count in the moving average; 0 for all.
         threshold: An evicted slot merges into the kept slot of the most similar key if the cosine of the two keys is
             above this value, and is dropped otherwise.

@@ -19,8 +19,8 @@ class SnapKV(Method):
     Attributes:
         window: The number of last queries of a model call whose attention counts. The SnapKV paper takes the end of the
             prompt. A decode step has one query, which counts.
-        pool: The number of neighbouring positions, an odd number, over which a slot's attention is summed, with the
-            slot's own in the middle. Protected and evicted positions count as zero.
+        pool: The number of positions that are pooled, an odd number: a slot's attention is summed over so many
+            neighbouring positions, with the slot's own in the middle. Protected and evicted positions count as zero.
     """
 
     name: ClassVar[str] = "snapkv"

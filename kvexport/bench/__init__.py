@@ -1,1 +1,1 @@
-"""Measurements of the latency and throughput of an artifact, in this process."""
+"""Measurements of the latency and throughput of an artifact, in the process that calls them."""

@@ -1,4 +1,4 @@
-"""Percentiles of measured times, in the form in which results show them."""
+"""Percentiles of measured times, in the form in which benchmark results show them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def cells(figures: dict[str, Any]) -> list[float | None]:
-    """Return p50, p90, p99, mean and maximum, in milliseconds, as one row of a table in the order of COLUMNS."""
+    """Return p50, p90, p99, mean and maximum of a time in milliseconds, as a table row in the order of COLUMNS."""
     return [figures[f"p{p}"] for p in PERCENTILES] + [figures["mean"], figures["max"]]
 
 

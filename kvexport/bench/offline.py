@@ -1,8 +1,8 @@
-"""Measurements of an artifact in this process: times of decode steps and of prefill, for several sizes.
+"""Measurements of an artifact in the calling process: times of decode steps and of prefill, for several sizes.
 
 Prompts are random tokens; answers are greedy and of a fixed length. A decode step is one call of `Engine.step`:
-scheduling, the model, a merge if one is due, and sampling. `Lanes` reads a prompt chunk by chunk, and merges after
-chunks. Chunks may be smaller than the artifact's.
+scheduling, the model, a merge of KV caches if one is due, and sampling. A prompt is read chunk by chunk with merges
+after chunks, as in the engine. Chunks may be smaller than the artifact's.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kvexport.engine.request import DECODING, Bundle, Request
 from kvexport.errors import UsageError
 from kvexport.report.sections import KeyValues, Plot, Section, Series, Table
 
-Show = Callable[[str], AbstractContextManager[Any]]  # shows a line of text while its context is open
-WARM_UP = 2  # steps of decoding that are not counted
+Show = Callable[[str], AbstractContextManager[Any]]  # shows a line of text while the returned context is open
+WARM_UP = 2  # first decode steps, which are not timed
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Plan:
 
 @dataclass
 class Result:
-    """The benchmark figures of an artifact, one row per batch, context or chunk size; times are in milliseconds."""
+    """The benchmark figures of an artifact, one row for each batch, context or chunk size, in milliseconds."""
 
     artifact: str
     method: str
     plan: Plan
-    cache_bytes: int  # of one sequence
+    cache_bytes: int  # bytes of the KV cache of one sequence
     decode: list[dict[str, Any]] = field(default_factory=list)
     prefill: list[dict[str, Any]] = field(default_factory=list)
 
@@ -120,12 +120,12 @@ def _prefill(engine: Engine, prompt: list[int], chunk: int) -> float:
 
 
 def _decode(engine: Engine, prompts: Sequence[Sequence[int]], steps: int) -> tuple[list[float], int]:
-    """Return the seconds of each step in which all sequences decode, and the tokens of these steps.
+    """Return the seconds of each step in which all sequences decode, and the number of tokens of these steps.
 
-    A step gives one token per sequence, and more if drafts are accepted.
+    A step gives one token per sequence, and more if drafted tokens are accepted.
     """
     settings = engine.settings(max_new_tokens=steps + WARM_UP + 1, do_sample=False, ignore_eos=True)
-    bundle = Bundle()  # so that none of them decodes before all prompts are read
+    bundle = Bundle()  # requests of one bundle decode only after all of their prompts were read
     requests = [Request(prompt, settings, bundle, i) for i, prompt in enumerate(prompts)]
     for request in requests:
         engine.add(request)

@@ -1,1 +1,1 @@
-"""Calibration: cache budgets of layers or KV heads for a recipe, measured with a checkpoint on texts."""
+"""Calibration: budgets of KV-cache slots for layers or KV heads, measured with a checkpoint on texts."""

@@ -1,4 +1,4 @@
-"""The division of a cache budget among KV heads or layers with the least sum of eviction costs."""
+"""The division of a KV-cache budget among KV heads or layers so that the sum of their eviction costs is least."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-STEPS = (0.0, 0.25, 0.5, 0.75)  # the candidates for `shrink`, the part of a budget that is divided equally
-NOTHING = 1e-12  # nats
+STEPS = (0.0, 0.25, 0.5, 0.75)  # candidates for the shrinkage factor: the part of a budget that is divided equally
+NOTHING = 1e-12  # nats; a smaller cost counts as this one
 
 
 def robust_budgets(
@@ -19,11 +19,12 @@ def robust_budgets(
     slots: int,
     least: int,
 ) -> tuple[NDArray[np.int64], float]:
-    """Return cache budgets in slots, [n], that lower the costs of all kinds of text, and the shrinkage factor.
+    """Return cache budgets in slots, [n], that lower the eviction costs of all kinds of text, and the shrinkage factor.
 
-    All kinds have the same weight: the costs of a kind are relative to its cost with equal budgets. The budgets with
-    the smallest sum of relative costs are shrunk towards equal budgets. To choose the factor, budgets are computed
-    without each kind of text in turn. The factor with the smallest cost on the worst left-out kind is taken.
+    All kinds of text have the same weight: the costs of a kind are relative to its cost with equal budgets. The budgets
+    with the smallest sum of relative costs are shrunk towards equal budgets. The shrinkage factor is the part of the
+    budget that is divided equally. To choose it, budgets are computed without each kind of text in turn; the factor
+    with the smallest cost on the worst left-out kind is taken.
     """
     curves = {kind: curves_of(cost, budgets, least, most) for kind, cost in costs.items()}
     equal = {kind: max(curve[:, slots - least].sum(), NOTHING) for kind, curve in curves.items()}
@@ -49,7 +50,7 @@ def relative_cost(
     slots: int,
     least: int,
 ) -> float:
-    """Return the estimated cost of the budgets `allotted`, relative to that of equal budgets of `slots`."""
+    """Return the estimated eviction cost of the budgets `allotted`, relative to that of equal budgets of `slots`."""
     curve = curves_of(cost, budgets, least, most)
     at = np.clip(allotted, least, most) - least
     return float(curve[np.arange(len(at)), at].sum() / max(curve[:, slots - least].sum(), NOTHING))
@@ -61,10 +62,10 @@ def curves_of(
     least: int,
     most: int | NDArray[np.int64],
 ) -> NDArray[np.float64]:
-    """Return the cost [n, slots] of every number of slots from `least` to the largest `most`; 0 from `most` on.
+    """Return the eviction cost [n, slots] of every number of slots from `least` to the largest `most`.
 
     Between the measured budgets the logarithm of the cost is interpolated linearly in the logarithm of the slots;
-    beyond them it is extrapolated.
+    beyond them it is extrapolated. From `most` slots on the cost is 0.
     """
     slots = np.arange(least, np.max(most) + 1)
     x = np.broadcast_to(np.log(budgets), cost.shape)
@@ -81,7 +82,7 @@ def curves_of(
 def cheapest(
     curve: NDArray[np.float64], slots: int, least: int, most: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
-    """Return the budgets in slots, [n], with the least sum of costs at `slots` mean slots."""
+    """Return the budgets in slots, [n], with the least sum of eviction costs, whose mean is `slots`."""
     counts, total = least + np.arange(curve.shape[1]), slots * len(curve)
     most = np.full(len(curve), counts[-1]) if most is None else most
     low, high = -40.0, 10.0
@@ -96,14 +97,14 @@ def cheapest(
 def shrunk(
     budgets: NDArray[np.int64], slots: int, step: float, most: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
-    """Return the budgets `budgets` with the part `step` of them replaced by equal budgets of `slots`."""
+    """Return budgets of which the part `step` is divided equally, with a mean of `slots`."""
     mixed = np.floor((1 - step) * budgets + step * slots).astype(np.int64)
     most = np.full(len(mixed), max(budgets)) if most is None else np.minimum(most, max(budgets))
     return _summing_to(np.minimum(mixed, most), slots * len(mixed), int(min(budgets)), most)
 
 
 def _summing_to(budgets: NDArray[np.int64], total: int, least: int, most: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return budgets with the sum `total`: the difference is spread, one slot for each head, within the bounds."""
+    """Return budgets changed to the sum `total`, slot by slot and head by head, within the bounds."""
     budgets, rest = budgets.copy(), total - int(budgets.sum())
     while rest:
         free = np.flatnonzero(budgets < most if rest > 0 else budgets > least)

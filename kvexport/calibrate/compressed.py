@@ -1,4 +1,4 @@
-"""The attention of one layer over a text with a compressed KV cache, by the native operators where they are built."""
+"""The attention of one layer over a text with a compressed KV cache, by native operators if they are built."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def compressed_attention(
     chunk: int,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention output [1, Hq, T, Dv] of a layer whose cache merges after every chunk."""
+    """Return the attention output [1, Hq, T, Dv] of a layer whose KV cache merges after every chunk."""
     import torch
 
     parts, dtypes = [], cache.dtypes()
@@ -59,9 +59,9 @@ def compressed_attention(
 
 
 def native_opener(cache: LayerCache, method: Method) -> NodeOpener | None:
-    """Return the function that opens nodes of native operators for a layer, or None if PyTorch computes the layer.
+    """Return the function that opens nodes of native operators for a layer; None if PyTorch computes the layer.
 
-    Native operators take plain float32 caches here.
+    Native operators are used only for float32 caches without extra state.
     """
     if len(cache.state) != 5 or not {str(dtype) for dtype in cache.dtypes().values()} <= {"float32", "int32"}:
         return None
@@ -98,7 +98,7 @@ def _merge_session(attributes: tuple[MergeCacheAttributes, ...], opener: NodeOpe
 def _session(
     opener: NodeOpener, op: str, attributes: dict[str, Any], inputs: Sequence[str], outputs: Sequence[str]
 ) -> Any:
-    """Return a session of one native operator with float32 caches."""
+    """Return a session of one native operator with float32 KV caches."""
     import torch
     from onnx import TensorProto, helper
 

@@ -1,4 +1,4 @@
-"""The measured budgets of a build: shares of KV heads, or the reason why budgets are equal."""
+"""The measured budgets of a build: the shares of cache slots that calibration gives each KV head, or equal budgets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvexport.recipe.fields import Recipe
 from kvexport.recipe.load import LoadedRecipe
 from kvexport.terminal import Progress, say, silent
 
-MOST_PARAMETERS = 8e9  # a larger model is calibrated only if the user asks for it: three texts take half an hour
+MOST_PARAMETERS = 8e9  # larger models are calibrated only on request, as three texts take half an hour
 
 Show = Callable[[str, "int | None"], Progress]
 
@@ -24,7 +24,10 @@ def with_measured_budgets(
     calibrate: bool | None = None,
     progress: Show = silent,
 ) -> LoadedRecipe:
-    """Return a recipe with measured budgets, or the unchanged recipe and a line for the user if none can be had."""
+    """Return a recipe with measured budgets of KV heads, or the recipe unchanged if none can be measured.
+
+    In the second case a line tells the user why, unless the user asked for no calibration.
+    """
     recipe = loaded.recipe
     if calibrate is False or not _has_a_choice(loaded):
         return loaded
@@ -38,7 +41,7 @@ def with_measured_budgets(
 
 
 def _has_a_choice(loaded: LoadedRecipe) -> bool:
-    """Return whether the recipe does not divide the budget itself, and the cache evicts entries."""
+    """Return whether the cache evicts entries, and the recipe leaves open how KV heads share the budget."""
     cache, limits = loaded.recipe.cache, loaded.recipe.limits
     own = any(place != "default" for key, place in loaded.origin.items() if key.startswith("cache.allocation"))
     evicts = cache.build_method().compresses and loaded.recipe.budget < limits.max_length
@@ -48,7 +51,7 @@ def _has_a_choice(loaded: LoadedRecipe) -> bool:
 def _measured(
     recipe: Recipe, changed: Callable[[Sequence[str]], LoadedRecipe], all_texts: bool, progress: Show
 ) -> LoadedRecipe:
-    """Return a recipe with measured budgets, and print how far its cache is from the full one."""
+    """Return a recipe with measured budgets of KV heads, and print how far its cache is from the full one."""
     from kvexport.calibrate.guard import divergence
     from kvexport.calibrate.head_shares import fitted_slots, grouped, head_shares_of, samples_of
     from kvexport.calibrate.measured import measure
@@ -63,7 +66,7 @@ def _measured(
     with progress("reading the checkpoint", None):
         folder = resolve_checkpoint(recipe.model.path, recipe.model.revision)
         if folder.is_dir():
-            tokenized(folder, read_kinds(), length)  # before the model is read
+            tokenized(folder, read_kinds(), length)  # raises errors before the model is read
         from kvexport.export.build import read_model
 
         shape = read_model(recipe)
@@ -75,7 +78,7 @@ def _measured(
     measured = grouped(measure(recipe, shape, samples, length, progress, all_texts=all_texts))
     shares, _ = head_shares_of(measured, slots, least_slots(recipe))
     listed = changed(["cache.allocation.kind=listed", f"cache.allocation.shares={shares}"])
-    read_model(listed.recipe, weights=False)  # some recipes have no place for caches of single heads
+    read_model(listed.recipe, weights=False)  # some recipes cannot have caches of different heads, and raise an error
     with progress("comparing with the full cache", None):
         compared = divergence(listed.recipe, shape, next(iter(samples.values())).ids, slots)
     say(compared.line)

@@ -15,7 +15,7 @@ from kvexport.evaluate.language import Ids, Language, Words, language_of
 from kvexport.evaluate.recall import Passage, passage
 from kvexport.language.tokenizer import FILE_NAME, Tokenizer
 
-FACTS = 6  # facts in a passage; one question about each
+FACTS = 6  # facts in a passage; one question is asked about each
 THINGS = [
     "library",
     "kitchen",
@@ -33,7 +33,7 @@ THINGS = [
 
 
 def text_language(checkpoint: Path, text: str | None) -> Language:
-    """Return the source of calibration texts: `text`, or library source that no evaluation uses."""
+    """Return the wording of calibration texts from `text`, or from library source code that no evaluation uses."""
     if not (checkpoint / FILE_NAME).exists():
         raise UsageError(f"{checkpoint} has no {FILE_NAME}, without which no text can be read", "put it there")
     tokenizer = Tokenizer.from_folder(checkpoint)
@@ -44,7 +44,7 @@ def text_language(checkpoint: Path, text: str | None) -> Language:
 
 
 def fact_passages(checkpoint: Path, text: str | None, length: int, count: int, seed: int) -> list[Passage]:
-    """Return texts of about `length` tokens, each with FACTS inserted statements to recall, such as codes of places."""
+    """Return passages of about `length` tokens, each with FACTS inserted facts to recall, such as codes of places."""
     if not (checkpoint / FILE_NAME).exists():
         raise UsageError(f"{checkpoint} has no {FILE_NAME}, so facts cannot be written as tokens", "put it there")
     tokenizer = Tokenizer.from_folder(checkpoint)

@@ -1,4 +1,4 @@
-"""The divergence of a compressed model from the full cache on one text: a look at every build that measures budgets."""
+"""The distance of a compressed model from the full KV cache on one text; builds with measured budgets report it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 def divergence(recipe: Recipe, shape: ModelShape, ids: Ids, slots: int) -> Divergence:
-    """Return the divergences of a recipe's cache, and of dropping, on the second half of a text."""
+    """Return how far the recipe's KV cache, and one that only drops entries, are from the full cache on one text.
+
+    The distances are KL divergences in nats, measured on the second half of the text.
+    """
     import torch
 
     resolved = recipe.model_dump(mode="json")
@@ -48,7 +51,7 @@ def divergence(recipe: Recipe, shape: ModelShape, ids: Ids, slots: int) -> Diver
 
 
 class CompressedAttention:
-    """Attention over the caches of a plan, which merge after every chunk."""
+    """Attention over the KV caches of a cache plan, which merge after every chunk."""
 
     def __init__(self, plan: CachePlan, geometry: Sequence[LayerGeometry], method: Method, chunk: int) -> None:
         self.plan, self.geometry, self.method, self.chunk = plan, geometry, method, chunk
@@ -56,7 +59,7 @@ class CompressedAttention:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]
     ) -> Tensor:
-        """Return the attention output [1, Hq, T, Dv] of one layer; see `Attending`."""
+        """Return the attention output [1, Hq, T, Dv] of one layer with its compressed KV cache."""
         import torch
 
         layer, cache = self.geometry[options["layer"]], self.plan.caches[options["layer"]]
@@ -72,5 +75,5 @@ class CompressedAttention:
         return torch.cat(outputs, 1)
 
     def mask(self, mask_function: Any) -> Any:
-        """Return no mask, because operators know what is visible."""
+        """Return None in place of an attention mask, because `attend` is causal itself."""
         return None

@@ -1,10 +1,10 @@
 """A second-order estimate of the loss that evictions from each KV head's cache cause.
 
-A text is read once with the full cache. For every head, the same queries also read small caches; the head's output then
-differs by d from that with the full cache. To second order the KL divergence is half the square of g d. Here g is the
-gradient of a random projection of the logits, chosen so that the mean square of g is the Fisher information. One
-forward pass and a few backward passes thus measure all heads and several budgets. The estimate neglects interactions
-between the d of two tokens or two heads.
+A text is read once with the full KV cache. For every KV head, the same queries also read small caches; the head's
+output then differs by a vector d from that with the full cache. To second order, the KL divergence between the two
+predictions is half the square of the product g d. Here g is the gradient of a random projection of the logits, chosen
+so that the mean square of g is the Fisher information. One forward pass and a few backward passes thus measure all
+heads and several budgets. The estimate neglects interactions between the differences d of two tokens or two heads.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 PROBES = 2  # random projections of the logits
-CHUNKS = 32  # least number of chunks of a text, so that each merge evicts few tokens
+CHUNKS = 32  # least number of chunks in which a text is read, so that each merge evicts few tokens
 EQUAL = "--set cache.allocation.kind=uniform, which gives all KV heads equal budgets"
-FORWARD, BACKWARD = 1, 4  # units of progress of a layer's passes, about in the ratio of their times
+FORWARD, BACKWARD = 1, 4  # progress steps of a layer's forward and backward pass, about in the ratio of their times
 
 
 class HeadCosts:
-    """The costs of evictions in one model under one cache method."""
+    """The costs of evictions in one model under one compression method."""
 
     def __init__(self, recipe: Recipe, shape: ModelShape) -> None:
         if len(heads := {layer.kv_heads for layer in shape.geometry}) > 1:
@@ -54,7 +54,7 @@ class HeadCosts:
 
     @property
     def units(self) -> int:
-        """The number of progress steps of one text."""
+        """The number of progress steps that the measurement of one text takes."""
         return len(self._geometry) * (FORWARD + BACKWARD)
 
     def of_text(
@@ -64,9 +64,10 @@ class HeadCosts:
         budgets: Callable[[int], Sequence[int]],
         advance: Callable[[int], None] = lambda _: None,
     ) -> NDArray[np.float64]:
-        """Return the cost [layers, heads, budgets] of every head's evictions, in nats per evaluated position.
+        """Return the cost [layers, heads, budgets] of every KV head's evictions, in nats per evaluated position.
 
-        `budgets` returns the slots of a head for the tokens that it sees: those of the text, or of a shorter window.
+        `budgets` returns the numbers of slots to measure for the number of tokens that a head sees: those of the text,
+        or of a shorter sliding window.
         """
         geometry, full = self._geometry, FullAttention(self._geometry, self._method)
         slots = [budgets(min(len(ids), layer.sliding_window or len(ids))) for layer in geometry]
@@ -90,7 +91,7 @@ class HeadCosts:
 
 
 def sized(recipe: dict[str, Any], length: int, slots: int) -> Recipe:
-    """Return the recipe, given as plain data, with a budget of `slots` in every head, for texts of `length` tokens."""
+    """Return the recipe, given as plain data, with `slots` slots in every head, for texts of `length` tokens."""
     cache = {**recipe["cache"], "budget": slots, "slack": None, "allocation": {"kind": "uniform"}}
     limits = {**recipe["limits"], "max_length": length}
     chunk = max(1, min(recipe["export"]["prefill_chunk"], length // CHUNKS))
@@ -99,7 +100,7 @@ def sized(recipe: dict[str, Any], length: int, slots: int) -> Recipe:
 
 
 def _fisher_directions(logits: Tensor) -> Iterator[Tensor]:
-    """Yield gradients at the logits of random projections whose mean square is the Fisher information."""
+    """Yield gradients of random projections of the logits whose mean square is the Fisher information."""
     import torch
 
     probability, rng = torch.softmax(logits, -1), torch.Generator().manual_seed(0)
@@ -118,7 +119,7 @@ class FullAttention:
         self.sink_logits: Tensor | None = None
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        """Return causal attention [1, Hq, T, Dv] over all positions of the layer's window, and store its tensors."""
+        """Return causal attention [1, Hq, T, Dv] over all positions in the layer's window, and store its tensors."""
         import torch
         from torch.nn.functional import scaled_dot_product_attention
 

@@ -1,4 +1,4 @@
-"""`kvexport calibrate`: budgets of KV heads by the loss that evictions from each head cause."""
+"""`kvexport calibrate`: cache budgets of KV heads by the loss that evictions from each head cause."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from kvexport.recipe.load import load_recipe
 from kvexport.report.sections import KeyValues, Section, Table
 from kvexport.terminal import Progress, silent
 
-KINDS = "kinds"  # a task of its own for each kind of text
-RECALL = "recall"  # questions about facts in a text
-PASSAGES = 2  # passages with facts
+KINDS = "kinds"  # stands for one task for each kind of text
+RECALL = "recall"  # the task of questions about facts in a text
+PASSAGES = 2  # default number of passages with facts
 
 
 @dataclass(frozen=True)
 class HeadShares:
-    """The measured costs of evictions by KV head, and the shares of the cache budget that follow."""
+    """The measured costs of evictions by KV head, and the shares of the cache budget that follow from them."""
 
     recipe: str
     length: int  # largest number of tokens of a text
-    texts: dict[str, int]  # number of texts of each task; a kind of text is a task
-    budgets: list[int]  # measured budgets, in slots of a head
-    costs: dict[str, list[list[list[float]]]]  # by task, layer, KV head and budget: nats, mean over texts
-    changes: dict[str, float]  # by task the estimated cost with these shares, relative to that with equal budgets
+    texts: dict[str, int]  # number of texts of each task; every kind of text is a task
+    budgets: list[int]  # budgets for which costs were measured, in slots of a head
+    costs: dict[str, list[list[list[float]]]]  # by task, layer, KV head and budget: cost in nats, mean over texts
+    changes: dict[str, float]  # by task: estimated cost with these shares, relative to that with equal budgets
     shrink: float  # share of the budget that is divided equally among all heads
     shares: list[list[float]]  # shares of the budget by layer and KV head, relative to their mean
 
@@ -135,7 +135,7 @@ def samples_of(
 ) -> dict[str, Sample]:
     """Return the texts of calibration tasks by task, or by task and number as in "recall/1".
 
-    See `calibrate_heads` for the arguments.
+    The arguments have the same meaning as those of `calibrate_heads`.
     """
     language = text_language(checkpoint, text)
     own = ["text"] if isinstance(language, Words) or text is not None else [KINDS]
@@ -160,7 +160,7 @@ def samples_of(
 
 
 def asked_and_answered(passage: Passage) -> Sample:
-    """Return a passage, followed by its questions with their answers. Only the answers' tokens are evaluated."""
+    """Return a passage, followed by its questions with their answers; only the tokens of the answers are evaluated."""
     ids, counted = list(passage.ids), list[int]()
     for question in passage.questions:
         ids += question.ids
@@ -170,9 +170,10 @@ def asked_and_answered(passage: Passage) -> Sample:
 
 
 def fitted_slots(recipe: Recipe, length: int) -> int:
-    """Return the slots of a head that shares are fitted to: the recipe's budget, at most a quarter of a text.
+    """Return the number of slots of a KV head for which shares are fitted: the recipe's budget, or a part of a text.
 
-    More than a quarter of a text of `length` tokens is fitted if the budget is such a part of the longest sequence.
+    It is at most a quarter of a text of `length` tokens. If the budget is a larger part of the longest sequence, it is
+    at most that part of the text, and never more than half.
     """
     least = math.ceil(least_slots(recipe))
     if recipe.budget <= least:
@@ -185,7 +186,7 @@ def fitted_slots(recipe: Recipe, length: int) -> int:
 
 
 def grouped(measured: Measured) -> Measured:
-    """Return the measured costs with the mean over the texts of each task."""
+    """Return the measured costs of evictions with the mean over the texts of each task."""
     groups: dict[str, list[NDArray[np.float64]]] = {}
     for name, cost in measured.costs.items():
         groups.setdefault(name.partition("/")[0], []).append(cost)
@@ -194,14 +195,17 @@ def grouped(measured: Measured) -> Measured:
 
 
 def head_shares_of(measured: Measured, slots: int, least: float) -> tuple[list[list[float]], float]:
-    """Return budget shares [layers, heads], relative to their mean, and the shrinkage factor."""
+    """Return the shares [layers, heads] of the cache budget, relative to their mean, and the shrinkage factor.
+
+    The shrinkage factor is the part of the budget that all heads share equally.
+    """
     costs, shape = _rows(measured.costs), next(iter(measured.costs.values())).shape[:2]
     budgets, shrink = robust_budgets(costs, *rows_of(measured), slots, math.ceil(least))
     return (budgets / slots).round(2).reshape(shape).tolist(), shrink
 
 
 def rows_of(measured: Measured) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return by KV head the measured budgets [n, budgets], and the most slots [n] that cost anything."""
+    """Return, by KV head, the measured budgets [n, budgets], and the most slots [n] that a head can use."""
     heads = next(iter(measured.costs.values())).shape[1]
     return np.repeat(np.array(measured.budgets), heads, 0), np.repeat(np.array(measured.seen), heads)
 

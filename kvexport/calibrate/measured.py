@@ -1,7 +1,7 @@
 """Measured costs of evictions, stored in the user's cache folder text by text.
 
 An interrupted measurement continues with the first text that has no file. The folder's name contains a digest of the
-checkpoint's headers, of the size and time of its files, and of the cache settings that the costs depend on. A
+checkpoint's headers, of the size and time of its files, and of the cache settings on which the costs depend. A
 checkpoint that changes is therefore measured again.
 """
 
@@ -29,13 +29,13 @@ from kvexport.recipe.fields import Recipe
 from kvexport.terminal import Progress, say
 from kvexport.units import format_bytes
 
-VERSION = 1  # of the estimate: another one is not comparable
+VERSION = 1  # version of the estimate; costs of different versions are not comparable
 BUDGETS = 5  # the number of measured budgets
-FEWEST = 3  # texts that a build reads of a large model
-PARAMETERS = 7.5e9  # parameters times texts that a build reads: 10 texts of 0.75B, 5 of 1.5B, 3 of 2.5B and more
-SECONDS = 8e-8  # of a text, for each parameter, on two cores: 1.1B takes 84 s
-SHORT = 20  # seconds: no line says that less is left
-# The order in which a build that does not read all texts reads them: each is unlike those before it.
+FEWEST = 3  # least number of texts on which a build calibrates a large model
+PARAMETERS = 7.5e9  # a model's parameters times texts of a build: 10 texts for 0.75B, 5 for 1.5B, 3 for 2.5B or more
+SECONDS = 8e-8  # for each parameter and text, on two cores: a text takes 84 s with a model of 1.1B
+SHORT = 20  # seconds; if less time is left, no line says so
+# The order of texts in a build that does not read all of them: each is unlike the texts before it.
 VARIED = ("prose", "python", "german", "recall/0", "chat", "tables", "french", "c++", "manual")
 HINT = "--no-calibrate builds at once with equal budgets"
 
@@ -44,14 +44,14 @@ HINT = "--no-calibrate builds at once with equal budgets"
 class Measured:
     """The costs of evictions on texts of several kinds."""
 
-    length: int  # tokens that the budgets refer to
-    budgets: list[list[int]]  # by layer the measured budgets, in slots of a head that sees at most `seen` tokens
-    seen: list[int]  # by layer the tokens that a head sees at most: `length`, or fewer in a sliding window
-    costs: dict[str, NDArray[np.float64]]  # by kind of text [layers, heads, budgets], nats
+    length: int  # number of tokens of a text to which the budgets refer
+    budgets: list[list[int]]  # by layer: measured budgets, in slots of a head that sees at most `seen` tokens
+    seen: list[int]  # by layer: most tokens that a head sees, `length` or fewer in a sliding window
+    costs: dict[str, NDArray[np.float64]]  # by kind of text: costs [layers, heads, budgets] in nats
 
 
 def budgets_of(length: int, least: float) -> list[int]:
-    """Return the measured budgets of a text, in slots: from 1/32 to 1/2 of the text, in equal ratios."""
+    """Return the budgets in slots whose costs are measured on a text: from 1/32 to 1/2 of the text, in equal ratios."""
     low, high = max(length / 32, least), length / 2
     if high < 2 * low:
         raise UsageError(
@@ -63,7 +63,7 @@ def budgets_of(length: int, least: float) -> list[int]:
 
 
 def folder_of(recipe: Recipe, checkpoint: Checkpoint) -> Path:
-    """Return the cache folder of the measurements of one checkpoint under one cache method."""
+    """Return the cache folder with the measurements of one checkpoint under one compression method."""
     cache, method = recipe.cache, recipe.cache.build_method()
     settings = [VERSION, repr(method), cache.sinks, cache.recent]
     return cache_folder("calibrations") / json_digest([checkpoint.facts(), settings])[:16]
@@ -80,7 +80,7 @@ def measure(
 ) -> Measured:
     """Return the costs of evictions on texts; costs that were measured before come from the cache folder.
 
-    If not `all_texts`, only as many are read as `texts_of_build` says, the most unlike ones.
+    Without `all_texts`, only as many texts are read as `texts_of_build` says, those that are most unlike each other.
     """
     folder, least = folder_of(recipe, shape.checkpoint), least_slots(recipe)
     seen = [min(length, layer.sliding_window or length) for layer in shape.geometry]
@@ -120,7 +120,7 @@ def measure(
 
 
 def texts_of_build(shape: ModelShape) -> int:
-    """Return how many texts a build reads: a number that depends on the model alone, so that builds agree."""
+    """Return how many texts a build reads; the number depends on the model alone, so that builds agree."""
     return max(FEWEST, round(PARAMETERS / _parameters(shape)))
 
 
@@ -134,7 +134,7 @@ def duration(seconds: float) -> str:
 
 
 def _require_memory(recipe: Recipe, shape: ModelShape, length: int) -> None:
-    """Raise EnvironmentProblem if the memory that is free is less than the measurement takes."""
+    """Raise EnvironmentProblem if less memory is free than the measurement takes."""
     need, (_, available) = memory_of(shape, length), machine_memory()
     if 0 < available < need:
         raise EnvironmentProblem(
@@ -143,7 +143,7 @@ def _require_memory(recipe: Recipe, shape: ModelShape, length: int) -> None:
 
 
 def memory_of(shape: ModelShape, length: int) -> int:
-    """Return about how many bytes a measurement takes beside PyTorch itself.
+    """Return about how many bytes a measurement takes in addition to PyTorch itself.
 
     These are the weights and activations of one layer, the inputs of all layers, and the output head with the logits.
     """
@@ -173,7 +173,7 @@ def _read(file: Path, shape: ModelShape) -> NDArray[np.float64] | None:
 
 
 def _write(file: Path, cost: NDArray[np.float64]) -> None:
-    """Write the costs of a text. The file is whole or absent, even if the process is killed."""
+    """Write the costs of a text; the file is whole or absent, even if the process is killed."""
     try:
         make_cache_folder(file.parent)
         write_file(file, json.dumps({"costs": np.vectorize(lambda x: float(f"{x:.6g}"))(cost).tolist()}))

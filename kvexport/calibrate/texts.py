@@ -1,4 +1,4 @@
-"""The texts that budgets are measured on: several kinds of text in several languages, or the user's own files."""
+"""The texts on which budgets are measured: several kinds of text in several languages, or the user's own files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class KindOfText:
 
 
 def read_kinds(folder: Path | None = None) -> dict[str, str]:
-    """Return the text of every kind."""
+    """Return the text of every kind by the kind's name: kvexport's own texts, or the text files of a folder."""
     if folder is None:
         return {kind: path.read_text(encoding="utf-8") for kind, path in FILES.items()}
     files = sorted(path for path in folder.glob("*") if path.suffix in (".txt", ".md") and path.is_file())
@@ -75,5 +75,4 @@ def tokenized(checkpoint: Path, kinds: Mapping[str, str], length: int = LENGTH) 
 
 
 def digest_of(texts: Sequence[KindOfText]) -> str:
-    """Return a digest (16 hex digits) of several texts."""
     return json_digest([[x.kind, x.digest] for x in texts])[:16]

@@ -1,6 +1,6 @@
 """The command line program `kvexport`: its commands, one file each. Results go to stdout, progress to stderr.
 
-A command's file imports no large package before the command is called, so that `kvexport --help` answers at once.
+The file of a command imports no large package before the command is called, so that `kvexport --help` answers at once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ app.add_typer(recipes_app, name="recipes")
 
 
 def main() -> None:
-    """Run the command line program `kvexport`."""
     open_standard_streams()
     end_cleanly()
     try:
@@ -61,8 +60,8 @@ def main() -> None:
 def skip_last_collection() -> None:
     """Let the process exit without the last garbage collection, which takes long after a build.
 
-    If triton is loaded (PyTorch's CUDA build imports it), the collection runs: without it, triton's binding library
-    nanobind reports every object as a leak.
+    If triton is loaded (PyTorch's CUDA build imports it), the collection runs: otherwise triton's binding library
+    nanobind would report every object as a leak.
     """
     if "triton" not in sys.modules:
         gc.freeze()

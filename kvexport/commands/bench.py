@@ -50,7 +50,7 @@ def bench(
 
 
 def _numbers(name: str, text: str, least: int) -> tuple[int, ...]:
-    """Return the distinct integers of a comma-separated list, ascending."""
+    """Return the distinct integers of a comma-separated list in ascending order."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdigit() and least <= int(word) < 2**31 for word in words):
         raise UsageError(f"{name} is {text!r}", f"{name} with integers of at least {least}, separated by commas")

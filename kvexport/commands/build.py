@@ -28,7 +28,7 @@ from kvexport.errors import UsageError
 
 
 class Device(str, Enum):
-    """A device to build for; auto: the one of this machine."""
+    """A device for which to build; auto means the device of this machine."""
 
     cpu = "cpu"
     cuda = "cuda"

@@ -1,4 +1,4 @@
-"""The command `kvexport calibrate`: measured cache budgets for the KV heads of a recipe's model."""
+"""The command `kvexport calibrate`: shares of the cache budget for the KV heads of a recipe's model, by measurement."""
 
 from __future__ import annotations
 

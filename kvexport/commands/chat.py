@@ -43,9 +43,9 @@ class Chat:
 
     Attributes:
         messages: The messages so far.
-        snapshot: The state after these messages; None if they have to be read again.
+        snapshot: The model's state (KV cache) after these messages; None if they have to be read again.
         last: The request of the previous answer.
-        adapter: The LoRA adapter that answers; None for the model without one.
+        adapter: The LoRA adapter that answers; None for the model without an adapter.
     """
 
     engine: Engine
@@ -66,7 +66,7 @@ class Chat:
         self.snapshot = self.last = None
 
     def answer(self, text: str) -> None:
-        """Answer a user's message, and print text as soon as it is final. An interrupt ends only the answer."""
+        """Answer a user's message, and print the text as soon as it is final. An interrupt ends only the answer."""
         self.messages.append({"role": "user", "content": text})
         try:
             request = self._request()
@@ -89,7 +89,7 @@ class Chat:
             self.messages.pop()
             raise request.error
         self.messages.append({"role": "assistant", "content": "".join(token.text for token in request.tokens)})
-        # A step that was interrupted leaves none; the next turn then reads the conversation anew.
+        # An interrupted step leaves no snapshot; the next turn then reads the whole conversation again.
         self.snapshot, self.last = request.snapshot, request
 
     def _request(self) -> Request:
@@ -104,7 +104,7 @@ class Chat:
         return Request(self.engine.encode_chat(self.messages), self.settings, keep=True, adapter=self.adapter)
 
     def command(self, line: str) -> bool:
-        """Run a slash command of the user, such as /save; return False if it ends the conversation."""
+        """Run a slash command of the user, such as /save; return False if the command ends the conversation."""
         word, _, rest = line.partition(" ")
         rest = rest.strip()
         if word == "/exit":
@@ -233,7 +233,7 @@ def chat(
 
 
 def _line(interactive: bool) -> str | None:
-    """Return the next line of the user's input; None at its end."""
+    """Return the next line of the user's input; None at the end of the input."""
     if interactive:
         try:
             return input("> ").strip()

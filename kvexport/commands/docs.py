@@ -11,7 +11,7 @@ from kvexport import paths
 from kvexport.errors import UsageError
 
 FOLDERS = ("start", "tasks", "concepts", "reference", "measurements")
-FROM_DOCSTRINGS = "```{"  # a block of a page that only the site renders, such as the tables of options
+FROM_DOCSTRINGS = "```{"  # start of a block that only the documentation's website renders, such as tables of options
 
 
 def docs(
@@ -38,7 +38,7 @@ def docs(
 
 
 def pages() -> dict[str, Path]:
-    """Return the files of the pages that are complete as Markdown, by name, such as "tasks/serve"."""
+    """Return the files of the documentation pages that are complete as Markdown, by name, such as "tasks/serve"."""
     installed = paths.PACKAGE / "_docs"
     root = installed if installed.is_dir() else paths.PACKAGE.parent / "docs"
     return {
@@ -50,6 +50,5 @@ def pages() -> dict[str, Path]:
 
 
 def _title(path: Path) -> str:
-    """Return the heading of a page."""
     with path.open(encoding="utf-8") as file:
         return file.readline().lstrip("# ").rstrip()

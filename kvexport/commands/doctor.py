@@ -1,6 +1,6 @@
 """The command `kvexport doctor`: installed and missing packages, devices, and the commands that work.
 
-It does not check that a GPU computes rightly.
+The command does not check that a GPU computes correctly.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Diagnosis:
     """The result of `kvexport doctor`: packages, devices, memory and disk of this machine.
 
     Attributes:
-        verbs: For each command the packages it lacks; empty if it works.
-        backends: The diagnosis of each backend.
+        verbs: For each command of kvexport, the packages that it lacks; empty if the command works.
+        backends: The diagnosis of each backend (ONNX Runtime, TensorRT).
         sizes: Bytes on disk of the packages that each extra of kvexport adds. The entry `run` is kvexport without an
             extra.
         memory: Memory in bytes; 0 if unknown.
@@ -83,7 +83,6 @@ class Diagnosis:
         return not self.verbs["generate"]
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything that is known about this machine as JSON values."""
         packages = [
             {**asdict(p.package), "install": p.package.install, "version": p.version, "problem": p.problem}
             for p in self.packages
@@ -101,7 +100,7 @@ class Diagnosis:
         }
 
     def sections(self) -> list[Section]:
-        """Return the diagnosis of this machine as a report for people."""
+        """Return the diagnosis of this machine as sections of a report."""
         from kvexport.report.sections import KeyValues, Paragraph, Table
 
         system = self.system
@@ -135,7 +134,7 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """Return one or two lines about the commands that work on this machine."""
+        """One or two sentences about the commands that work on this machine."""
         if not self.runs:
             lines = {s.package.install for s in self.packages if s.problem and s.package.extra == "run"}
             return f"Artifacts cannot be run here. To mend it: {' && '.join(sorted(lines)) or 'see above'}"
@@ -152,8 +151,8 @@ class Diagnosis:
 def diagnose() -> Diagnosis:
     """Examine this machine's packages and devices, in about a second.
 
-    The packages that backends need at run time, and tokenizers, are imported, because these often fail to import.
-    Larger packages are not imported.
+    The packages that backends need at run time, and tokenizers, are imported, because their imports often fail. Larger
+    packages are not imported.
     """
     diagnoses = [backend.diagnose() for backend in all_backends()]
     states = [package_state(package) for package in packages()]

@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 from kvexport.commands.process import Terminated
 from kvexport.errors import EnvironmentProblem, KvexportError, UsageError, lacks_memory
 
-INTERRUPTED = 128 + 2  # as a shell says of a process that SIGINT ended, and SIGPIPE
+INTERRUPTED = 128 + 2  # a shell's exit code for a process that SIGINT ended; below that for SIGPIPE
 PIPE_CLOSED = 128 + 13
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NOT_ALLOWED = (errno.EACCES, errno.EROFS, errno.EPERM)
@@ -27,10 +27,10 @@ _NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
 
 
 class Verbs(TyperGroup):
-    """The group of the program's commands, which turns an error of a command into a message and an exit code."""
+    """The group of kvexport's commands, which turns an error of a command into a message and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command of the command line, and turn its errors into messages and exit codes."""
+        """Run the command that the command line names, and turn its errors into messages and exit codes."""
         try:
             result = super().invoke(ctx)
             if sys.stdout is not None:
@@ -119,13 +119,13 @@ def _write_log(error: BaseException) -> str:
 
 
 def _say(text: str) -> None:
-    # stderr may have no reader either.
+    # stderr may have no reader, as stdout may.
     with suppress(OSError, ValueError):
         typer.echo(text, err=True)
 
 
 def _flush_or_abandon() -> None:
-    """Flush stdout. If it cannot be written, discard its content, so that the interpreter ends without an error."""
+    """Flush stdout. If stdout cannot be written, discard its content, so that Python ends without an error."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The command `kvexport eval`: compression methods compared at equal bytes."""
+"""The command `kvexport eval`: compression methods of the KV cache, compared at equal bytes."""
 
 from __future__ import annotations
 
@@ -88,7 +88,6 @@ def make_options(
     ruler: Path | None,
     **numbers: Any,
 ) -> Options:
-    """Return the options of `kvexport eval` from its command line."""
     from kvexport.evaluate.result import ALL_TASKS, Options
     from kvexport.evaluate.settings import parse_budgets
     from kvexport.evaluate.suites import read_longbench, read_ruler

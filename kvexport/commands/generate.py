@@ -1,4 +1,4 @@
-"""The command `kvexport generate`: continue a prompt, printing every token as soon as it is final."""
+"""The command `kvexport generate`: continue a prompt, and print every token as soon as it is final."""
 
 from __future__ import annotations
 
@@ -190,8 +190,8 @@ def _encode(
 ) -> tuple[list[int], PromptImages | None]:
     """Return the token ids of the prompt; if `chat` is true, the prompt is a message in the chat template.
 
-    With `chat` None the template is used, and a line on stderr says so, if the prompt is on the command line (`plain`)
-    and the checkpoint has a template.
+    If `chat` is None, the chat template is used if the checkpoint has one and the prompt is on the command line
+    (`plain`). A line on stderr then says so.
     """
     if chat is None and plain and isinstance(prompt, str) and engine.chat_template and engine.tokenizer:
         typer.echo(

@@ -35,9 +35,8 @@ class Graph:
     """The node counts of one ONNX graph of an artifact.
 
     Attributes:
-        operators: The number of nodes of each operator, without the bodies of functions; None without the package
-            `onnx`.
-        functions: The number of nodes in the body of each model-local function; None without the package `onnx`.
+        operators: The number of nodes of each operator, without those in functions; None without the package `onnx`.
+        functions: The number of nodes in each ONNX function of the graph; None without the package `onnx`.
     """
 
     name: str
@@ -47,7 +46,7 @@ class Graph:
 
     @property
     def nodes(self) -> int | None:
-        """The number of nodes of the ONNX graph; each call of a function counts as one."""
+        """The number of nodes of the ONNX graph; each call of an ONNX function counts as one."""
         return None if self.operators is None else sum(self.operators.values())
 
 
@@ -57,7 +56,7 @@ class Inspection:
 
     Attributes:
         verified: Whether the SHA-256 of every file was checked, not only its name and size.
-        described: The backends' descriptions of it.
+        described: The descriptions of the artifact by the backends (ONNX Runtime, TensorRT).
         runs_on: The recipe's backend and device, with the requirements that this machine lacks.
     """
 
@@ -97,7 +96,7 @@ class Inspection:
         }
 
     def sections(self) -> list[Section]:
-        """Return the inspection of the artifact as a report for people."""
+        """Return the inspection of the artifact as sections of a report."""
         from kvexport.plan.memory import layer_table
         from kvexport.report.sections import KeyValues, Table
 
@@ -143,7 +142,6 @@ class Inspection:
 
 
 def inspect_artifact(path: Path, *, verify: bool = True) -> Inspection:
-    """Check the files of the artifact at `path` and describe the artifact."""
     from kvexport.artifact.reading import load_manifest
     from kvexport.backends import all_backends, get
 
@@ -165,7 +163,7 @@ def _read_graph(path: Path, name: str, file: str) -> Graph:
         return Graph(name, file, None, None)
     try:
         model = onnx.load(str(path / file), load_external_data=False)
-    except Exception as error:  # protobuf has an error class of its own for every implementation
+    except Exception as error:  # each implementation of protobuf has its own error class
         problem = f"{path / file} is no ONNX graph: {str(error)[:200]}"
         raise ArtifactError(problem, "build the artifact again: kvexport build") from error
     operators = Counter(_qualified(node.domain, node.op_type) for node in model.graph.node)

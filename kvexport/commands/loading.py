@@ -19,7 +19,7 @@ def load_engine(
     calibrate: bool | None = None,
     **options: Any,
 ) -> Engine:
-    """Load an artifact as an engine, or build a model into the user's cache folder first, and show the progress."""
+    """Load an artifact as an engine, and show the progress; a model is first built into the user's cache folder."""
     from kvexport.engine.load import load
     from kvexport.models import find_artifact
     from kvexport.terminal import show

@@ -15,7 +15,7 @@ from kvexport.errors import UsageError
 
 
 def in_panel(name: str) -> Callable[..., Any]:
-    """Return a `typer.Option` function for command line options that the help text lists in the group `name`."""
+    """Return a `typer.Option` function for options that the help text lists in the group `name`."""
     return partial(typer.Option, rich_help_panel=name)
 
 
@@ -26,7 +26,7 @@ class Command(TyperCommand):
     """A command whose help text lists its options in groups, by their `rich_help_panel`."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments and each group of options into the help text. Options without a group come last."""
+        """Write the arguments and each group of options into the help text; options without a group come last."""
         panels: dict[str, list[Any]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)

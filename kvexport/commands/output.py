@@ -39,7 +39,7 @@ def _finite(value: Any) -> Any:
 
 
 def require_folder(page: Path | None) -> None:
-    """Raise UsageError if the folder of the HTML page to write does not exist, before any work is done."""
+    """Raise UsageError if the folder of the HTML page to write does not exist; commands call this before other work."""
     if page is not None and not page.absolute().parent.is_dir():
         raise UsageError(
             f"{page.parent}, where {page.name} is to be written, does not exist",
@@ -48,7 +48,7 @@ def require_folder(page: Path | None) -> None:
 
 
 def write_page(path: Path, title: str, subtitle: str, sections: Sequence[Section]) -> None:
-    """Write a report as an HTML page. Raises UsageError if the file cannot be written."""
+    """Write a report as an HTML page; raise UsageError if the file cannot be written."""
     from kvexport.report.page import render_html
 
     try:
@@ -61,7 +61,7 @@ def write_page(path: Path, title: str, subtitle: str, sections: Sequence[Section
 
 
 def read_text(path: Path) -> str:
-    """Return the content of the file that the option `--text` names. Raises UsageError if it is not readable text."""
+    """Return the content of the file that the option `--text` names; raise UsageError if it is not readable text."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -24,7 +24,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def end_cleanly() -> None:
-    """Make SIGTERM and SIGHUP raise `Terminated`. A signal that the caller ignores (as nohup does) stays ignored."""
+    """Make SIGTERM and SIGHUP raise `Terminated`; a signal that the caller ignores (as nohup does) stays ignored."""
     for number in ENDING:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _end)
@@ -32,7 +32,7 @@ def end_cleanly() -> None:
 
 def _end(number: int, _: FrameType | None) -> None:
     for other in ENDING:
-        signal.signal(other, signal.SIG_IGN)  # nothing may end the cleaning up half-way
+        signal.signal(other, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
     raise Terminated(number)
 
 
@@ -47,7 +47,7 @@ def open_standard_streams() -> None:
             os.fstat(number)
         except OSError:
             with suppress(OSError):
-                os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+                os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is `number`
     if sys.stdout is None:
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - of a descriptor, for as long as the process
     if sys.stderr is None:

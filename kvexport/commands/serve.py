@@ -32,14 +32,14 @@ from kvexport.units import parse_bytes
 
 
 class LogLevel(str, Enum):
-    """The least important messages that the log has."""
+    """The level of the least important messages that the log has."""
 
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
 
 
-# Options of one group of the help text.
+# Options of three groups of the help text
 server_option, request_option, session_option = (
     in_panel(name) for name in ("Server", "Requests", "Sessions and prefixes")
 )
@@ -217,7 +217,7 @@ def serve(
         timeout=timeout,
         drain=drain,
     )
-    listener = listen(host, port, settings.stall)  # before the model is loaded: that takes longer
+    listener = listen(host, port, settings.stall)  # reports a port in use before a model is loaded
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{listener.getsockname()[1]}"
 

@@ -1,7 +1,7 @@
 """Texts for evaluation: source code of Python's standard library, and Python's reference manual (English prose).
 
-The same modules of the library are always held out from training. The texts come from the running interpreter, so two
-Python versions have different texts.
+Some modules of the library, always the same, are held out from training. The texts come from the running interpreter,
+so two Python versions have different texts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvexport.errors import EnvironmentProblem
 
-# Skipped: tables of data, tests (an installation may lack them), and third-party packages.
+# Skipped folders: tables of data, tests (an installation may lack them), and third-party packages
 SKIPPED = {"encodings", "pydoc_data", "site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 HELD_OUT_ONE_IN = 12
 

@@ -1,7 +1,8 @@
 """The wording of evaluation tasks: facts, questions and filler text as token ids of a model's tokenizer.
 
-`Text` writes comment lines between lines of source or of another text, and works with every text tokenizer. `Words` is
-the language of the tiny checkpoint. Tasks call the methods for statements and questions, and never use a tokenizer.
+`Text` writes comment lines between lines of source code or of another text, and works with every text tokenizer.
+`Words` writes the language of the tiny checkpoint, a small model that is trained for tests. Tasks call the methods for
+statements and questions, and never use a tokenizer themselves.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Language(Protocol):
 
     names: tuple[str, ...]  # distinct words that a fact can be about
     things: tuple[str, ...]  # distinct words that a fact can assign to a name
-    lacks: frozenset[str]  # names of tasks that this language cannot express
+    lacks: frozenset[str]  # names of evaluation tasks that this language cannot express
     start: Ids  # the beginning of a sequence
 
     def fact(self, name: str, thing: str) -> Ids: ...
@@ -37,13 +38,13 @@ class Language(Protocol):
     def ask(self, kind: str, name: str, answer: str) -> tuple[Ids, Ids]: ...
 
     def filler(self, rng: np.random.Generator, count: int) -> list[Ids]:
-        """Return filler sentences or lines without facts, in order, of exactly `count` tokens together."""
+        """Return sentences or lines without facts, in order, that have exactly `count` tokens in all."""
         ...
 
     def text(self, rng: np.random.Generator, count: int) -> tuple[Ids, list[int]]:
         """Return a text of `count` tokens with its start token, and the positions at which predictions are evaluated.
 
-        The model was trained to predict the next token at these positions.
+        At these positions the next token can be predicted from the text, as the model was trained to do.
         """
         ...
 
@@ -55,28 +56,25 @@ class Words:
     names, things, start = tiny.NAMES, tiny.THINGS, [tiny.BOS]
 
     def fact(self, name: str, thing: str) -> Ids:
-        """Return the token ids of the statement that `name` has `thing`. See `Language.fact`."""
         return [tiny.IDS[name], tiny.IDS[thing], tiny.STOP]
 
     def alias(self, name: str, other: str) -> Ids:
-        """Return the token ids of the statement that `name` has the same thing as `other`. See `Language.alias`."""
         raise ValueError("the tiny checkpoint knows no aliases")
 
     def ask(self, kind: str, name: str, answer: str) -> tuple[Ids, Ids]:
-        """Return the token ids of a question and of its answer. See `Language.ask`.
+        """Return the token ids of a question and of its answer.
 
-        This wording has the same question for the kinds "one" and "mostly".
+        This wording asks the same question for the kinds "one" and "mostly".
         """
         if kind not in ("one", "mostly"):
             raise ValueError(f"the tiny checkpoint cannot be asked {kind!r}")
         return [tiny.ASK, tiny.IDS[name]], [tiny.IDS[answer]]
 
     def filler(self, rng: np.random.Generator, count: int) -> list[Ids]:
-        """Return the token ids of filler sentences without facts. See `Language.filler`."""
         return tiny.filler_sentences(rng, count)
 
     def text(self, rng: np.random.Generator, count: int) -> tuple[Ids, list[int]]:
-        """Return a story and questions about it as token ids; only the answers are evaluated. See `Language.text`."""
+        """Return a story and questions about it as token ids, and the positions of the answers, which are evaluated."""
         ids, labels = tiny.recall_row(rng, count)
         return ids, [i - 1 for i, label in enumerate(labels) if label not in (tiny.IGNORE, tiny.EOS)]
 
@@ -95,14 +93,14 @@ class Text:
         self.start = tokenizer.encode("")
         text = "\n".join(library_sources(held_out=True).values()) if source is None else source
         self._lines = text.splitlines()
-        self._ids: dict[int, Ids] = {}  # line number -> ids, filled on demand
+        self._ids: dict[int, Ids] = {}  # by line number: token ids, filled on demand
         if not text.strip():
             raise UsageError("the text to measure on is empty", "--text FILE with some pages of text, or leave it out")
 
     def _continue(self, text: str) -> Ids:
-        """Return the token ids of `text` after a newline.
+        """Return the token ids of `text` as the continuation of a newline.
 
-        Some tokenizers encode the very beginning of a text differently.
+        Some tokenizers encode the beginning of a whole text differently.
         """
         before = self._tokenizer.encode("\n", add_special_tokens=False)
         ids = self._tokenizer.encode("\n" + text, add_special_tokens=False)
@@ -113,22 +111,19 @@ class Text:
         )
 
     def fact(self, name: str, thing: str) -> Ids:
-        """Return the token ids of the statement that `name` has `thing`. See `Language.fact`."""
         return self._continue(f"# {name} {thing}\n")
 
     def alias(self, name: str, other: str) -> Ids:
-        """Return the token ids of the statement that `name` has the same thing as `other`. See `Language.alias`."""
         return self._continue(f"# {name} {other}\n")
 
     def ask(self, kind: str, name: str, answer: str) -> tuple[Ids, Ids]:
-        """Return the token ids of a question and its answer. See `Language.ask`."""
         question_text = _ASKED[kind].format(name)
         whole, question = self._continue(f"{question_text} {answer}"), self._continue(question_text)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(whole, question, strict=False)))
         return whole[:same], whole[same:]
 
     def filler(self, rng: np.random.Generator, count: int) -> list[Ids]:
-        """Return consecutive lines of the source text from a random line on, as token ids. See `Language.filler`.
+        """Return consecutive lines of the source text from a random line on, as token ids.
 
         The last line may be shortened.
         """
@@ -145,9 +140,9 @@ class Text:
         return lines
 
     def text(self, rng: np.random.Generator, count: int) -> tuple[Ids, list[int]]:
-        """Return consecutive lines of the source text as token ids, and all positions from the middle on.
+        """Return consecutive lines of the source text as token ids, and all positions in the second half of the text.
 
-        These are the evaluated positions: from the middle on, even a cache with a budget of half the text is full.
+        The evaluation starts there, because even a KV cache with a budget of half the text is full by then.
         """
         ids = [*self.start, *(token for line in self.filler(rng, count - len(self.start)) for token in line)]
         return ids, list(range(count // 2, count - 1))

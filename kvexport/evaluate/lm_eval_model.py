@@ -1,10 +1,9 @@
-"""A model class for lm-evaluation-harness that runs an artifact. Import this module, then use ``model="kvexport"``.
+"""A model class for lm-evaluation-harness that runs an artifact. After its import, ``model="kvexport"`` names it.
 
-    from kvexport.evaluate.lm_eval_model import KvexportLM
     lm_eval.simple_evaluate(model=KvexportLM("artifacts/tiny-keepkv"), tasks=[...])
 
-It works offline and needs the extra `eval`. A context is prefilled in chunks and its continuation is decoded token by
-token, as a deployed engine would do, so scores are those of the compressed cache. Chat templates are not covered.
+It works offline and needs kvexport's extra `eval`. A context is read in chunks and its continuation token by token, as
+a deployed engine would do, so scores are those of the compressed KV cache. Chat templates are not covered.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kvexport.evaluate.measure import counted_logits
 from kvexport.evaluate.reference import log_softmax
 from kvexport.evaluate.tasks import Sample
 
-NEW_TOKENS = 256  # if a task names no limit; the harness's own models use the same
+NEW_TOKENS = 256  # the most tokens of an answer if a task sets no limit; the harness's own models use the same
 
 
 @register_model("kvexport")
@@ -42,11 +41,11 @@ class KvexportLM(LM):  # type: ignore[misc]
         self._start: list[int] = start[0] if isinstance(start[0], list) else start
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Return for every (context, continuation) the continuation's ln p in nats, and whether it is greedy."""
+        """Return the ln p of every continuation after its context, in nats, and whether greedy decoding gives it."""
         return list(self._score([self._pair(*request.args) for request in requests]))
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Return the log probability of every text in nats.
+        """Return the log-probability of every text in nats.
 
         A text longer than the artifact's max_length is cut into independent pieces.
         """

@@ -1,4 +1,4 @@
-"""Measurement of an engine on samples: its predictions, compared with the true tokens and with the full cache."""
+"""Measurement of an engine on samples: its predictions, compared with the true tokens and with the full KV cache."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvexport.evaluate.reference import Logs, Reference, Writer, log_softmax
 from kvexport.evaluate.tasks import Sample
 from kvexport.plan.cache import stored_rows
 
-Rows = NDArray[np.float32]  # [counted, vocabulary]
-BLOCK = 16  # rows compared at once: 6 MB in float64 for a vocabulary of 50,000
+Rows = NDArray[np.float32]  # logits [evaluated positions, vocabulary]
+BLOCK = 16  # rows of logits compared at once: 6 MB in float64 for a vocabulary of 50,000
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def counted_rows(engine: Engine, samples: Sequence[Sample]) -> Iterator[tuple[in
 
 
 def counted_logits(engine: Engine, samples: Sequence[Sample]) -> list[Rows]:
-    """Return the logits [evaluated, vocabulary] at the evaluated positions of every sample; see `counted_rows`."""
+    """Return the logits [evaluated positions, vocabulary] of every sample, after running all samples in one batch."""
     rows: list[list[Rows]] = [[] for _ in samples]
     for lane, _, logits in counted_rows(engine, samples):
         rows[lane].append(logits)
@@ -76,9 +76,9 @@ def counted_logits(engine: Engine, samples: Sequence[Sample]) -> list[Rows]:
 
 
 class Judge:
-    """Accumulator that compares one sample's predictions with the true tokens and with the full KV cache's predictions.
+    """Accumulator that compares a sample's predictions with the true tokens and with the full KV cache's predictions.
 
-    Rows may come in pieces, each row once.
+    Rows of logits may come in pieces, each row once.
     """
 
     def __init__(self, sample: Sample, against: Callable[[int, int], Logs] | None) -> None:
@@ -150,9 +150,9 @@ def step_seconds(engine: Engine, length: int, steps: int = 24) -> float:
 class Window:
     """The figures of one interval of a very long sequence, in a test of stability."""
 
-    end: int  # tokens seen at its end
-    nll: float  # mean -ln p over its evaluated positions, in nats
-    key_norm: float  # largest norm of a cached key at its end
+    end: int  # number of tokens of the sequence at the end of the interval
+    nll: float  # mean -ln p over the interval's evaluated positions, in nats
+    key_norm: float  # largest norm of a cached key at the end of the interval
     finite: bool  # whether every logit and the whole state were finite
 
 
@@ -184,7 +184,7 @@ def run_long(
 
 
 def _state_of(state: dict[str, NDArray[np.float32]]) -> tuple[float, bool]:
-    """Return the largest norm of a cached key, and whether every used KV-cache slot is finite."""
+    """Return the largest norm of a cached key, and whether every occupied KV-cache slot is finite."""
     largest, finite = 0.0, True
     for name, votes in state.items():
         if not name.endswith(".votes"):

@@ -14,7 +14,7 @@ from kvexport.engine.lanes import Lanes
 from kvexport.state.lane import Saved
 
 Ids = list[int]
-TAIL = 64  # tokens; longer than any method's window of last queries
+TAIL = 64  # tokens; more than the last queries that any compression method looks at
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,10 @@ def passage(
 
 
 def answers(engine: Engine, source: Passage, *, known: bool = False) -> list[Answer]:
-    """Let an engine read a passage, and return the figures of its answers to all questions about it."""
+    """Let an engine read a passage, and return the figures of its answers to all questions about the passage.
+
+    With `known`, each question is part of the prompt: nothing is evicted before the question was read.
+    """
     reader, lanes = engine.lanes(1), engine.lanes(len(source.questions))
     if known:
         _read_unmerged(reader, source.ids[:-TAIL])
@@ -79,7 +82,7 @@ def answers(engine: Engine, source: Passage, *, known: bool = False) -> list[Ans
         return _answers_from(saved, lanes, source.questions)
     for lane in range(lanes.count):
         lanes.restore(lane, saved)
-    # The last TAIL tokens of the prompt come in one call, because a window may count the queries of one call only.
+    # The last TAIL tokens of the prompt come in one call, because a method may count only the queries of one call.
     continuations = [(source.ids + question.ids)[len(source.ids) - TAIL :] for question in source.questions]
     cut = [len(ids) - TAIL for ids in continuations]
     _read_unmerged(lanes, *[ids[:n] for ids, n in zip(continuations, cut, strict=True)])
@@ -128,7 +131,7 @@ def _appended(lanes: Lanes, tokens: Sequence[Ids]) -> NDArray[np.float32]:
 
 
 def _judged(rows: NDArray[np.float32], lanes: Lanes, questions: Sequence[Question]) -> list[Answer]:
-    """Score the answers of lanes, given the logits of each lane's first answer token.
+    """Score the answers of lanes, given the logits with which each lane predicts its first answer token.
 
     The true answers are appended token by token.
     """

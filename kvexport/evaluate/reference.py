@@ -1,11 +1,12 @@
-"""The full KV cache's predictions, stored on disk, for the KL divergences of compressed caches.
+"""The full KV cache's predictions, stored on disk, for the KL divergences of compressed KV caches.
 
-A row has the log-probabilities of all tokens at one position, in steps of 1/2048 nat down to -32, two bytes each. An
-error e in a log-probability changes the KL by p e (ln p/q - KL), so the error should have the same size for every
-token. It is at most 1/2048 nat after the row is normalized. Errors have both signs, so the mean KL of a text changes by
-less than 1e-5 nat, or by less than 1e-5 of itself if it is larger (tests/evaluate/test_evaluate_reference.py; at most
-2e-6 on eight texts of SmolLM2 with KLs of .07 to .16). The most likely token stays the most likely: if another token
-would get the same step, it is stored one step lower.
+A row has the log-probabilities of all tokens at one position, in steps of 1/2048 nat down to -32, two bytes each. With
+p and q the probabilities of a token with the full and the compressed cache, an error e in ln p changes the KL
+divergence by p e (ln p/q - KL). The error should therefore have the same size for every token: it is at most 1/2048 nat
+after the row is normalized. Errors have both signs, so the mean KL over a text changes by less than 1e-5 nat, or by
+less than 1e-5 of itself if it is larger (tests/evaluate/test_evaluate_reference.py; at most 2e-6 on eight texts of
+SmolLM2 with KLs of .07 to .16). The most likely token stays the most likely: if another token would get the same step,
+that token is stored one step lower.
 """
 
 from __future__ import annotations
@@ -62,7 +63,6 @@ def needed_bytes(rows: int, vocabulary: int) -> int:
 
 
 def require_space(folder: Path, needed: int) -> None:
-    """Raise EnvironmentProblem if the disk of `folder` has less than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise EnvironmentProblem(
@@ -73,7 +73,7 @@ def require_space(folder: Path, needed: int) -> None:
 
 @dataclass(frozen=True)
 class Reference:
-    """The full cache's log-probabilities at the evaluated positions of a task's samples, memory-mapped from a file."""
+    """The full KV cache's log-probabilities at the evaluated positions of a task's samples, in a mapped file."""
 
     steps: NDArray[np.uint16]
     starts: tuple[int, ...]  # first row of every sample
@@ -84,7 +84,7 @@ class Reference:
 
 
 class Writer:
-    """Writer of a file with the full cache's log-probabilities. Positions may come in any order."""
+    """Writer of a file with the full KV cache's log-probabilities. Positions may come in any order."""
 
     def __init__(self, stream: BinaryIO, starts: Sequence[int], vocabulary: int) -> None:
         self._stream, self._starts, self._width = stream, starts, vocabulary * _BYTES
@@ -95,7 +95,7 @@ class Writer:
 
 
 class References:
-    """A folder of files with the full cache's predictions, each named by the digest of its model and samples."""
+    """A folder of files with the full KV cache's predictions, each named by the digest of its model and samples."""
 
     def __init__(self, folder: Path, vocabulary: int) -> None:
         self._folder, self._vocabulary = folder, vocabulary
@@ -125,7 +125,7 @@ class References:
 
     @contextmanager
     def write(self, key: str, counts: Sequence[int]) -> Iterator[Writer]:
-        """Yield a writer of the file of full-cache predictions for the digest `key`.
+        """Yield a writer of the file with the full KV cache's predictions for the digest `key`.
 
         The file gets its name when the block ends without an error.
         """

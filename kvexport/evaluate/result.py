@@ -18,28 +18,28 @@ KL, ACCURACY = "kl", "accuracy"
 
 @dataclass(frozen=True)
 class Options:
-    # Labels such as "keepkv:threshold=0.7"; () for streaming, h2o and the recipe's own method
+    # Labels of methods such as "keepkv:threshold=0.7"; () for streaming, h2o and the recipe's own method
     methods: tuple[str, ...] = ()
     budgets: tuple[float, ...] = (0.125, 0.25, 0.5)  # shares of `length`, or numbers of slots
     tasks: tuple[str, ...] = ALL_TASKS
     samples: int = 40  # number of samples for each task and length
-    # Tokens of a prompt; None for half of the recipe's limits.max_length, or all of it with suites
+    # Tokens of a prompt; None for half of the recipe's limits.max_length, or for all of it with benchmark suites
     length: int | None = None
     seed: int = 0
     batch: int = 8
-    # Length that the model was trained on; None for the model's maximum of positions
+    # The length on which the model was trained; None for the model's maximum of positions
     training_length: int | None = None
     source: str | None = None  # text that samples are made from
     suites: dict[str, list[Item]] = field(default_factory=dict)  # items of LongBench or RULER, by data set
-    # Label of the method that the others are compared with in paired differences; None for the recipe's own method, or
-    # for the last label if the recipe's method is not compared
+    # The label of the method with which paired differences compare the others; None for the recipe's own method, or for
+    # the last label if the recipe's method is not compared
     against: str | None = None
     timed: bool = True  # whether to measure the time of a decode step
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The number of right answers among the evaluation samples of one length and depth."""
+    """The number of right answers among the evaluation samples of one length and depth (the place of the fact)."""
 
     length: int
     depth: float
@@ -77,10 +77,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Difference:
-    """A paired difference of two methods' figures at the same budget, sample by sample.
+    """A paired difference of two methods' figures at the same budget: the mean of the differences, sample by sample.
 
-    The figure is "kl" or "accuracy". The interval of the mean difference is narrower than the two figures' own
-    intervals suggest, because both settings ran on the same samples.
+    The figure is "kl" or "accuracy". The interval of the mean difference is narrower than the intervals of the two
+    figures suggest, because both settings ran on the same samples.
     """
 
     label: str
@@ -98,12 +98,12 @@ class Evaluation:
     seed: int
     samples: int
     training_length: int
-    full: Result  # full cache. Its bytes are those of `length` tokens.
+    full: Result  # result of the full cache; its bytes are those of `length` tokens
     results: list[Result]
     tasks: list[str]  # tasks that the user chose
     skipped: dict[str, str]  # tasks that could not run, each with the reason
     against: str = ""
-    differences: list[Difference] = field(default_factory=list)  # paired differences of all other labels to `against`
+    differences: list[Difference] = field(default_factory=list)  # paired differences of all other methods to `against`
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

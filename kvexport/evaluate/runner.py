@@ -1,4 +1,4 @@
-"""`kvexport eval`: compression methods at equal bytes on the same samples, with the engine of a deployment."""
+"""`kvexport eval`: compression methods at equal cache bytes on the same samples, with the engine of a deployment."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ from kvexport.version import __version__
 if TYPE_CHECKING:
     from kvexport.export.weights.write import SharedWeights
 
-TIMES = 20  # training lengths that `stability` runs
-TIMED = 96  # room for the decode steps that are timed
-LONG = 120  # seconds; longer runs print a hint about --work
+TIMES = 20  # tokens of the task `stability`, as a multiple of the training length
+TIMED = 96  # tokens of room for the decode steps that are timed
+LONG = 120  # seconds; a longer run prints a hint about the option --work
 Show = Callable[[str, int | None], Progress]
 Tell = Callable[[str], None]
 
@@ -120,7 +120,7 @@ class Run:
         self.samples = self._samples()
         longest = max([len(s.ids) for samples in self.samples.values() for s in samples], default=0)
         longest = max(longest, limit if options.suites else 0, self.length + TIMED)
-        # Settings that every engine of this run shares.
+        # Recipe settings that every engine of this run shares
         self.common = [
             *overrides,
             "export.logits=all",
@@ -137,7 +137,7 @@ class Run:
         self._vocabulary = int(config.vocab_size)
         self._shared: dict[str, SharedWeights] = {}
         self._seconds: list[float] = []  # seconds of each setting measured in this run
-        self._long: list[Setting] = []  # settings that `stability` has yet to run
+        self._long: list[Setting] = []  # settings for which the task `stability` has yet to run
         stated = {
             name: [(i.prompt, i.prefix, i.max_new_tokens, i.stops) for i in items]
             for name, items in options.suites.items()
@@ -198,9 +198,9 @@ class Run:
         )
 
     def full(self) -> Result:
-        """Measure the full KV cache on every task. Its predictions become the reference of every KL divergence."""
+        """Measure the full KV cache on every task; its predictions become the reference of every KL divergence."""
         recipe = load_setting(self.recipe, FULL, None, self.common)
-        # Built for the longest sample; its bytes are those that a prompt of the run's length needs.
+        # The artifact is built for the longest sample; the reported bytes are those of a prompt of the run's length.
         exact = recipe.model_copy(update={"limits": recipe.limits.model_copy(update={"max_length": self.length})})
         size = plan_cache(exact, self.geometry).bytes()
         setting = Setting(FULL, 0.0, self.length, size, recipe)
@@ -227,7 +227,7 @@ class Run:
     def measure(self, setting: Setting) -> Result:
         """Measure one compression method at one budget on every task, or read its result from an earlier run.
 
-        Call `full` first, because the results with the full cache have to exist.
+        `full` must be called first, because the predictions of the full KV cache have to exist.
         """
         result = read_result(*self._place(setting))
         if result is None:
@@ -242,7 +242,7 @@ class Run:
         return folder / f"{_file_name(_name(setting))}-{key[:16]}.json", key
 
     def _identity(self, recipe: Recipe) -> list[Any]:
-        """Return the values that an engine's predictions depend on, for digests. A checkpoint counts by its content."""
+        """Return the values on which predictions of an engine depend; a checkpoint counts by its content."""
         fields = recipe.model_dump(mode="json", exclude={"description": True, "model": {"path"}})
         return [__version__, CONTRACT_VERSION, self._fingerprint, fields]
 
@@ -264,7 +264,7 @@ class Run:
         self.tell(text)
 
     def stability(self, label: str, slots: int | None) -> list[Window]:
-        """Run a method over text of TIMES times the training length, and return its figures by interval."""
+        """Run a method over a text of TIMES times the training length, and return its figures by interval."""
         length = TIMES * self.training_length
         self.source.require_folder("the task stability")
         longer = longer_checkpoint(self.checkpoint, self.folder / "longer", length)

@@ -1,4 +1,4 @@
-"""The report of an evaluation: tables and plots for `kvexport.report`."""
+"""The report of an evaluation of compression methods: tables and plots for `kvexport.report`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _tables(evaluation: Evaluation) -> list[Section]:
 
 
 def _differences(evaluation: Evaluation) -> list[Section]:
-    """Return tables of the methods' paired differences to the method `against`.
+    """Return tables of the paired differences of each method's figures to those of the method `against`.
 
     The difference of two methods on the same samples can be certain although the intervals of their means overlap.
     """

@@ -28,9 +28,9 @@ class Setting:
 
 
 def parse_budgets(text: str) -> list[float]:
-    """Parse a list of cache budgets such as "0.125, 1/4, 64".
+    """Return the KV-cache budgets in a list such as "0.125, 1/4, 64".
 
-    Numbers below 1 or with a slash are shares of the length, all others are slots.
+    Numbers below 1 or with a slash are shares of the prompt's length, all others are slots.
     """
     budgets = []
     for word in text.split(","):
@@ -72,11 +72,11 @@ def equal_bytes(
     geometry: Sequence[LayerGeometry],
     common: Sequence[str],
 ) -> list[Setting]:
-    """Return every compression method at every budget, with cache sizes of equal bytes.
+    """Return every compression method at every budget, with KV caches of equal bytes.
 
-    The bytes of a budget are those of the method with the smallest cache of that many slots. Votes, scores, positions
-    and slack count; for a cache that reads whole prompts, the bytes after the prompt count. Every method gets as many
-    slots as fit into these bytes.
+    The bytes of a budget are those of the method whose cache with that many slots is smallest. They include votes,
+    scores, positions and slack; for a cache that is merged only after the prompt, the bytes after the prompt count.
+    Every method gets as many slots as fit into these bytes.
     """
     settings = []
     for budget in budgets:
@@ -96,7 +96,7 @@ def _settled(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> CachePlan:
 def _fit(recipe: Recipe, slots: int, limit: int, geometry: Sequence[LayerGeometry]) -> tuple[Recipe, CachePlan]:
     plan = _settled(recipe, geometry)
     while plan.bytes() > limit:
-        # Bytes are linear in slots, except for rounding between layers.
+        # The bytes of a cache are linear in its slots, except for rounding between layers.
         slots = min(slots - 1, slots * limit // plan.bytes())
         recipe = recipe.model_copy(update={"cache": recipe.cache.model_copy(update={"budget": slots})})
         plan = _settled(recipe, geometry)
@@ -106,7 +106,7 @@ def _fit(recipe: Recipe, slots: int, limit: int, geometry: Sequence[LayerGeometr
 def longer_checkpoint(checkpoint: Path, folder: Path, positions: int) -> Path:
     """Write a copy of a checkpoint whose config allows `positions` positions.
 
-    Weights are hard links where the file system allows it.
+    Files other than config.json are hard links if the file system allows it.
     """
     config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}

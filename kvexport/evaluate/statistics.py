@@ -25,7 +25,7 @@ class Estimate:
 
 
 def share(hits: int, count: int) -> Estimate:
-    """Return the share `hits` / `count` with Wilson's score interval (Wilson 1927), also of width > 0 at 0 and 1."""
+    """Return the share `hits` / `count` with Wilson's score interval (Wilson 1927), whose width is never 0."""
     if not 0 <= hits <= count or not count:
         raise ValueError(f"{hits} hits of {count}")
     p, z2 = hits / count, Z * Z
@@ -39,7 +39,7 @@ def share(hits: int, count: int) -> Estimate:
 def mean(values: Sequence[float] | NDArray[np.float64], seed: int = 0) -> Estimate:
     """Return the mean of independent values with the interval of the percentile bootstrap (Efron 1979).
 
-    NaN or infinity among the values gives NaN ends.
+    If a value is NaN or infinite, the ends of the interval are NaN.
     """
     data = np.asarray(values, dtype=np.float64)
     if not data.size:

@@ -1,9 +1,9 @@
 """The benchmark suites LongBench and RULER, read from a local folder. Nothing is downloaded.
 
-LongBench (arXiv 2308.14508): `DIR/data/*.jsonl`, with `config/dataset2prompt.json` and `dataset2maxlen.json` of its
-repository in `DIR/config` (or `DIR`). The prompts are the paper's, because they are read from there. RULER (arXiv
-2404.06654): the output of its `prepare.py` with the template `base`, `DIR/TASK/validation.jsonl`. A prompt is the input
-in the checkpoint's chat template, if it has one, and the beginning of the answer (`answer_prefix`), as in RULER. Chat
+LongBench (arXiv 2308.14508) is read from `DIR/data/*.jsonl`, with `dataset2prompt.json` and `dataset2maxlen.json` of
+its repository in `DIR/config` (or `DIR`), so the prompts are those of the paper. RULER (arXiv 2404.06654) is read from
+`DIR/TASK/validation.jsonl`, the output of its `prepare.py` with the template `base`. As in RULER, a prompt is the input
+in the checkpoint's chat template, if it has one, followed by the beginning of the answer (`answer_prefix`). Chat
 templates for LongBench and Chinese word segmentation are not covered.
 """
 
@@ -33,7 +33,8 @@ class Item:
     # Whether the middle of a prompt that is too long is removed (LongBench); otherwise the prompt is refused
     cut: bool = False
     stops: tuple[str, ...] = ()  # texts that end the generation; they are not part of the answer
-    # The beginning of the answer, behind the prompt in the chat template if the model has one; None for a whole prompt
+    # The beginning of the answer, which follows the prompt in the chat template if the model has one; None if the
+    # prompt is used as it is
     prefix: str | None = None
 
 
@@ -68,9 +69,9 @@ def _rouge(prediction: str, truths: Sequence[str], _: Sequence[str]) -> float:
 
 
 def _classes(prediction: str, truths: Sequence[str], classes: Sequence[str]) -> float:
-    """Score a classification answer: 1 / n if the prediction names n classes with the right one among them, else 0.
+    """Score a classification answer: 1 / n if it names n classes with the right one among them, else 0.
 
-    Names that are a substring of the right name do not count.
+    A class whose name is part of the right class's name does not count.
     """
     named = [c for c in classes if c in prediction]
 
@@ -109,9 +110,9 @@ RULER_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 
 
 def read_longbench(folder: Path) -> dict[str, list[Item]]:
-    """Read the LongBench items of each data set ("longbench/hotpotqa") from a folder.
+    """Return the LongBench items in a folder, by data set ("longbench/hotpotqa").
 
-    Every English data set of `folder/data` (or `folder`) that the paper scores is read.
+    Every English data set in `folder/data` (or `folder`) that the paper scores is read.
     """
     config = next((f for f in (folder / "config", folder) if (f / "dataset2prompt.json").is_file()), None)
     if config is None:
@@ -140,14 +141,15 @@ def read_longbench(folder: Path) -> dict[str, list[Item]]:
 
 def _scorer(metric: Metric, row: dict[str, Any]) -> Callable[[str], float]:
     truths, classes = list(map(str, row["answers"])), list(map(str, row.get("all_classes") or ()))
-    # A few-shot answer may begin with the line break that its prompt lacks; the answer ends after the next line.
+    # A few-shot answer may begin with the line break that its prompt lacks, and ends after the next line.
     return lambda prediction: metric(prediction.strip("\n") if metric is not _code else prediction, truths, classes)
 
 
 def read_ruler(folder: Path) -> dict[str, list[Item]]:
-    """Read the RULER items of each task ("ruler/niah_single_1") from a folder.
+    """Return the RULER items in a folder, by task ("ruler/niah_single_1").
 
-    The score is the share of the answers that the generated text contains; for QA whether it contains one of them.
+    The score of an item is the share of the expected answers that the generated text contains; for QA it is 1 if the
+    text contains any of them, else 0.
     """
     suites: dict[str, list[Item]] = {}
     for path in sorted(folder.glob("*/validation.jsonl")):
@@ -189,7 +191,6 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def run_items(engine: Engine, items: Sequence[Item], batch: int) -> list[float]:
-    """Generate greedy answers to benchmark items, and return their scores, item by item."""
     scores: list[float] = []
     for start in range(0, len(items), batch):
         batch_items = items[start : start + batch]

@@ -1,6 +1,6 @@
 """The tasks of `kvexport eval`, one small function each: recall of facts from long prompts, and plain text.
 
-A new task is a new function with `@task`. It then appears in `kvexport eval`, its tables and its report.
+A new task is a new function with the decorator `@task`. It then appears in `kvexport eval`, its tables and its report.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kvexport.evaluate.language import Ids, Language
 
 @dataclass(frozen=True)
 class Sample:
-    """One token sequence of an evaluation task, with the positions at which predictions are evaluated.
+    """A token sequence of an evaluation task, with the positions at which predictions are evaluated.
 
     Attributes:
         ids: Token ids of prompt and answer.
         prompt: The number of ids that are read in chunks; the other ids are read one by one.
-        counted: Evaluated positions p, in order. Their logits are compared with ids[p + 1].
+        counted: The evaluated positions p, in order. The logits at p are compared with the token ids[p + 1].
         cell: The parameters that vary between samples, for heat maps.
     """
 
@@ -38,11 +38,10 @@ class Task:
     """An evaluation task: a function that makes samples, and the range of its parameters.
 
     Attributes:
-        make: make(language, rng, length, depth) returns a sample of about `length` tokens.
-        lengths: Shares of the run's length.
-        depths: Places of the answer in the prompt (0 first, 1 last). Tasks without a depth have one value and ignore
-            it.
-        exact: Whether a sample is right or wrong as a whole; False for text.
+        make: A function: make(language, rng, length, depth) returns a sample of about `length` tokens.
+        lengths: The lengths of prompts, as shares of the evaluation's length.
+        depths: The places of the fact in the prompt (0 first, 1 last). Tasks that ignore the place have one value.
+        exact: Whether a sample is right or wrong as a whole; False for tasks that predict a text.
     """
 
     name: str
@@ -53,7 +52,7 @@ class Task:
     exact: bool = True
 
     def samples(self, language: Language, count: int, length: int, seed: int) -> list[Sample]:
-        """Make `count` samples of the task at every length, over all depths. Equal arguments give equal samples."""
+        """Return `count` samples of the task at every length, over all depths. Equal arguments give equal samples."""
         samples = []
         for share in self.lengths:
             size = max(1, round(share * length))
@@ -69,7 +68,7 @@ TASKS: dict[str, Task] = {}
 def task(
     name: str, *, lengths: tuple[float, ...] = (1.0,), depths: tuple[float, ...] = (0.5,), exact: bool = True
 ) -> Callable[[Make], Make]:
-    """Register the decorated function as an evaluation task. The first line of its docstring is the task's summary."""
+    """Register the decorated function as an evaluation task; the first line of its docstring is the summary."""
 
     def register(make: Make) -> Make:
         TASKS[name] = Task(name, (make.__doc__ or "").strip().splitlines()[0], make, lengths, depths, exact)
@@ -86,7 +85,7 @@ def compose(
     question_and_answer: tuple[Ids, Ids],
     depth: float | None = None,
 ) -> Sample:
-    """Compose a sample whose prompt has exactly `length` tokens: facts among filler text, then the question."""
+    """Return a sample whose prompt has exactly `length` tokens: facts among filler text, then the question."""
     question, answer = question_and_answer
     room = length - len(language.start) - len(question) - sum(map(len, statements))
     if room < 0:
@@ -113,7 +112,7 @@ def _facts_that_fit(language: Language, length: int) -> int:
     """Return how many facts ("name has thing") fit into a prompt of `length` tokens, at most one for each name."""
     name, thing = language.names[0], language.things[0]
     room = length - len(language.start) - len(language.ask("one", name, thing)[0])
-    # Words differ in their number of tokens; a tenth is left as a margin.
+    # Words differ in their number of tokens, so a tenth of the room is left free.
     return max(1, min(len(language.names), len(language.things), int(0.9 * room / len(language.fact(name, thing)))))
 
 
@@ -202,9 +201,9 @@ def decoded(language: Language, rng: np.random.Generator, length: int, depth: fl
 
 
 def long_text(language: Language, count: int, seed: int, piece: int = 1024) -> tuple[Ids, list[int]]:
-    """Return a token sequence of `count` tokens from several texts, and the positions to evaluate.
+    """Return a sequence of `count` tokens from several texts, and the positions to evaluate.
 
-    The sequence is used to measure stability far beyond the training length.
+    The sequence measures the stability of a KV cache far beyond the model's training length.
     """
     ids: Ids = []
     counted: list[int] = []

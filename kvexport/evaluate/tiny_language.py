@@ -1,13 +1,13 @@
 """The language of the tiny checkpoint, which is made of words: facts, filler sentences, and questions about facts.
 
-A *fact* reads ``anna lamp .`` (a name, a thing, a full stop), a *filler* sentence is a few common words and a full
-stop, and a prompt is::
+A *fact* reads ``anna lamp .`` (a name, a thing, a full stop). A *filler* sentence is a few common words and a full
+stop. A prompt is::
 
     <bos> facts and filler sentences in random order ? anna
 
-Its answer is the one token ``lamp``, followed by ``<eos>``. Names are distinct within a prompt, and so are things, so
-that exactly one answer is right. The answer stands only in the prompt, so the checkpoint shows directly which entries a
-KV cache still holds.
+The answer is the one token ``lamp``, followed by ``<eos>``. Names are distinct within a prompt, and so are things, so
+that exactly one answer is right. The answer stands only in the prompt, so the checkpoint's answers show directly which
+entries a KV cache still holds.
 """
 
 from __future__ import annotations
@@ -79,9 +79,10 @@ def filler_sentences(rng: np.random.Generator, count: int) -> list[list[int]]:
 def make_story(
     rng: np.random.Generator, length: int, facts: int, depth: float | None = None
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return ``length`` tokens of facts among filler sentences, and the facts as (name, thing) pairs in random order.
+    """Return ``length`` tokens of facts among filler sentences, and the (name, thing) pairs of the facts.
 
-    With ``depth`` the first pair stands at that fraction of the story's sentences (0 first, 1 last), else anywhere.
+    The pairs are in random order. With ``depth``, the fact of the first pair stands at that fraction of the story's
+    sentences (0 first, 1 last), otherwise anywhere.
     """
     if not 1 <= facts <= MAX_FACTS or 3 * facts > length:
         raise ValueError(f"{facts} facts do not fit {length} tokens (at most {min(MAX_FACTS, length // 3)})")
@@ -101,7 +102,7 @@ def make_prompt(rng: np.random.Generator, length: int, facts: int, depth: float 
     Args:
         rng: The source of randomness.
         length: The number of token ids.
-        facts: The number of facts, at most ``min(MAX_FACTS, (length - 3) // 3)``; the rest is filler.
+        facts: The number of facts, at most ``min(MAX_FACTS, (length - 3) // 3)``; the rest of the prompt is filler.
         depth: The place of the fact that the question asks for: 0 puts it first, 1 right before the question, None
             anywhere.
     """

@@ -1,4 +1,4 @@
-"""Plots and heat maps of a report: SVG by matplotlib, of the extra `report`, or tables of their values without it."""
+"""Plots and heat maps of a report: SVG by matplotlib (extra `report`), or tables of their values without it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvexport.report.sections import HeatMap, Plot, Series, Table, escape, forma
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which stay apart for colour-blind readers, without yellow.
+# The colours of Okabe and Ito, which colour-blind readers can tell apart, without yellow
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#c2659a", "#bd8200", "#2f97d3", "#1b1f24")
 MARKERS = ("o", "s", "^", "D", "v")
-TINY, BIG = 1e-100, 1e100  # beyond these a number is not drawn
-MANY = 50  # points of a series; the markers of more would hide its line
+TINY, BIG = 1e-100, 1e100  # bounds of the numbers that are drawn
+MANY = 50  # the most markers of a series; more would hide the line
 NO_DRAWINGS = "matplotlib, which draws this, is not installed: pip install 'kvexport[report]'"
 STYLE: Any = {
     "svg.fonttype": "none",  # text that can be selected and searched
@@ -54,7 +54,7 @@ def figure(drawing: Plot | HeatMap) -> str:
 
     note = drawing.note
     columns = len(drawing.x_ticks) if isinstance(drawing, HeatMap) else 0
-    # Fonts without a glyph of a text warn, and the reader's browser has other fonts.
+    # matplotlib warns if its font lacks a character, but the reader's browser has other fonts.
     with rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         height = 3.4 if isinstance(drawing, Plot) else 1.2 + 0.3 * max(len(drawing.y_ticks), 2)
@@ -70,7 +70,7 @@ def figure(drawing: Plot | HeatMap) -> str:
         canvas: Any = FigureCanvasSVG(drawn)
         canvas.print_svg(text, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     svg = text.getvalue()
-    # In a page of HTML the namespaces of SVG are known; a report names no address.
+    # In a page of HTML the namespaces of SVG are known, so that a report contains no address.
     svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg[svg.index("<svg ") :]).replace("xlink:href", "href")
     svg = svg.replace("<svg ", f'<svg class="drawing" role="img" aria-label="{escape(drawing.title)}" ', 1)
     caption = f"<figcaption><h2>{escape(drawing.title)}</h2></figcaption>"
@@ -92,20 +92,20 @@ def _plot(plot: Plot, axes: Axes) -> str:
         axes.fill_between(x, low, high, color=colour, alpha=0.17, linewidth=0)
         handles.append(line)
         names.append(plain(series.name) + " (no data)" * all(map(math.isnan, y)))
-    # Further values that the axes include, so that several plots can have equal axes.
+    # Further values extend the axes, so that several plots can have equal axes.
     axes.update_datalim([(x, axes.dataLim.y0) for x in plot.x_also], updatey=False)
     axes.update_datalim([(axes.dataLim.x0, y) for y in plot.y_also if y > 0 or not plot.y_log], updatex=False)
     axes.autoscale_view()
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: format_number(value))
     if handles:
-        # A name that begins with _ would be left out.
+        # matplotlib leaves a name that begins with _ out of the legend.
         axes.legend(handles, [f"\u200b{name}" for name in names], loc="best")
     return f"Left out: {left_out} point{'s' * (left_out > 1)} that the axes cannot show." if left_out else ""
 
 
 def _points(plot: Plot, series: Series) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Return x, y and the ends of the band of a series; NaN where a point cannot be drawn."""
+    """Return x, y and the ends of the band of a series; NaN for a point that cannot be drawn."""
     points = []
     for x, y, low, high in zip(series.x, series.y, series.low or series.y, series.high or series.y, strict=True):
         numbers = [math.nan if value is None else float(value) for value in (x, y, low, high)]
@@ -127,7 +127,8 @@ def _heat_map(chart: HeatMap, axes: Axes) -> None:
     axes.set_facecolor("#f5f7f9")
     if not chart.x_ticks or not chart.y_ticks:
         return
-    # A mesh and not an image, which the page's policy would not show. The cells' numbers stand for a scale of colours.
+    # A mesh is drawn, because the page's security policy would not show an image. The numbers in the cells replace a
+    # scale of colours.
     most = high if high > low else low + 1
     axes.pcolormesh(values, cmap="cividis", vmin=low, vmax=most, edgecolors="white")
     axes.invert_yaxis()

@@ -8,8 +8,8 @@ from itertools import groupby
 from kvexport.report.drawings import as_table, can_draw, figure
 from kvexport.report.sections import HeatMap, KeyValues, Plot, Section, Table, escape, flag_of, numeric_columns
 
-# Dark is for screens: paper is white. A table that is wider than the window scrolls; a shadow marks each side that has
-# more columns.
+# The dark colours are for screens alone: paper is white. A table that is wider than the window scrolls; a shadow marks
+# each side on which columns are hidden.
 STYLE = """:root{color-scheme:light dark;--bg:#ffffff;--fg:#1b1f24;--mute:#57606a;--rule:#c3cad2;--grid:#e4e8ec;
 --stripe:#f5f7f9;--row:#0d2b4d0b;--edge:#57606a70;--good:#00614a;--good-bg:#dff3ec;--bad:#9a3a00;--bad-bg:#fdeadd}
 @media screen and (prefers-color-scheme:dark){:root{--bg:#15181d;--fg:#e6e9ec;--mute:#a3acb6;--rule:#465059;
@@ -49,7 +49,7 @@ def render_html(title: str, subtitle: str, sections: Sequence[Section]) -> str:
     Equal input gives an equal page. All text is escaped, and the page refers to nothing outside itself.
     """
     body = ""
-    # Drawings that follow one another share a grid: side by side where the window is wide.
+    # Consecutive drawings share a grid, side by side if the window is wide.
     for drawn, group in groupby(sections, key=lambda section: isinstance(section, Plot | HeatMap)):
         parts = "".join(f"{_section(section)}\n" for section in group)
         body += f'<div class="figures">\n{parts}</div>\n' if drawn else parts
@@ -85,7 +85,8 @@ def _table(table: Table) -> str:
         cells = ""
         for c, value in enumerate(row):
             flag = flag_of(table, r, c) or ""
-            # The mark says without colour what the colour says, and stands first so that digits stay in line.
+            # The mark says without colour what the colour says. It stands before the number so that digits stay
+            # aligned.
             mark = f'<span role="img" aria-label="{flag}">{"✓" if flag == "good" else "✗"}</span> ' if flag else ""
             cells += f'<td class="{sides[c]}{flag}">{mark}{escape(value)}</td>'
         rows.append(f"<tr>{cells}</tr>")

@@ -21,7 +21,7 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]  # rows with one cell per column
     note: str = ""  # text below the table
-    # Flags by (row, column), counted from 0. The members of a plain set are flagged "bad".
+    # Flags "good" or "bad" by (row, column), counted from 0; the members of a plain set are flagged "bad"
     highlight: Highlight = frozenset[tuple[int, int]]()
 
     def __post_init__(self) -> None:
@@ -48,7 +48,8 @@ class Series:
 class Plot:
     """A plot of a report: lines over common axes.
 
-    Points that an axis cannot show (NaN, infinity, zero on a logarithmic axis) are left out and counted in the note.
+    Points that an axis cannot show (NaN, infinity, zero on a logarithmic axis) are left out, and counted in the note
+    below the plot.
     """
 
     title: str
@@ -99,8 +100,8 @@ Section = Table | Plot | HeatMap | KeyValues | Paragraph
 def format_number(value: float | None) -> str:
     """Return a number as text for a report; None becomes a dash.
 
-    An integer is written in full. A float has 4 significant digits; it is rounded to an integer from 1,000 on, and
-    scientific below 1e-4 and from 1e7 on.
+    An integer is written in full. A float has 4 significant digits. A float is rounded to an integer from 1,000 on, and
+    is in scientific notation below 1e-4 and from 1e7 on.
     """
     if value is None or isinstance(value, bool):
         return {None: "\N{EN DASH}", True: "yes", False: "no"}[value]

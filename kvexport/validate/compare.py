@@ -14,25 +14,25 @@ from kvexport.plan.cache import LayerCache, stored_rows
 from kvexport.schema.state import SMALL
 
 Array = NDArray[Any]
-NOTHING_YET = 1e29  # a logarithmic score of larger magnitude stands for ln(0)
-NO_SCORE = 1e-7  # a probability too small to affect any selection
+NOTHING_YET = 1e29  # a logarithmic score of larger magnitude stands for the logarithm of 0
+NO_SCORE = 1e-7  # a probability too small to affect which entries are evicted
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    hidden: float  # relative to the norm of what a layer adds to the hidden state
-    vectors: float  # relative to the norm of a key or a value
-    scores: float  # relative to a score, or absolute for the logarithm of a score if that is below 1
-    votes: float  # relative to the votes of a slot
-    rounding: float  # relative to the norm of the hidden state, whose sums are rounded to the model's type
+    hidden: float  # of hidden states, relative to the norm of what a layer adds to the hidden state
+    vectors: float  # of keys and values, relative to their norm
+    scores: float  # of scores, relative to the score; absolute for the logarithm of a score if that is below 1
+    votes: float  # of votes, relative to the votes of a slot
+    rounding: float  # of hidden states, relative to their norm: their sums are rounded to the model's type
 
 
-# Engine and PyTorch get the same inputs for each layer, so no layer magnifies an earlier error. Differences measured
-# on SmolLM2-135M-Instruct, with text and with random tokens, in float32: hidden states 7e-7 (median) and 6e-6
-# (largest), keys and values 1e-6, logarithms of scores 1.1e-5. A float16 model rounds between the operators of a
-# layer, and PyTorch does so more often than the engine: 1.2e-3, 1.8e-2, 1.5e-3 and 2.4e-2. In an int8 cache a number
-# near a rounding border may be one step off, and a step is 1/127 of the row's largest number. An int4 cache has 15
-# steps: most are 1/12 of the row's largest number, the outermost ones 1/4.
+# The engine and PyTorch get the same inputs for each layer, so no layer magnifies the error of an earlier one. On
+# SmolLM2-135M-Instruct in float32, with text and random tokens, the measured differences were: hidden states 7e-7
+# (median) and 6e-6 (largest), keys and values 1e-6, logarithms of scores 1.1e-5. A float16 model rounds between the
+# operators of a layer, and PyTorch does so more often than the engine; there the same differences were 1.2e-3, 1.8e-2,
+# 1.5e-3 and 2.4e-2. In an int8 cache, a number near a rounding border may be one step off, and a step is 1/127 of the
+# row's largest number. An int4 cache has 15 steps: most are 1/12 of the row's largest number, the outermost ones 1/4.
 LAYERS = {
     "float32": Tolerance(1e-5, 1e-5, 1e-4, 1e-4, 2.0**-22),
     "float16": Tolerance(3e-2, 1e-2, 1e-1, 1e-4, 2.0**-9),
@@ -40,7 +40,7 @@ LAYERS = {
     "int4": Tolerance(2e-1, 2e-1, 5e-1, 1e-4, 2.0**-9),
     "k8v4": Tolerance(2e-1, 2e-1, 1e-1, 1e-4, 2.0**-9),
 }
-# Merges compute in float32 for every cache type, and round to the cache type once.
+# Merges compute in float32 for every type of KV cache, and round once to the cache's type.
 MERGES = {
     "float32": Tolerance(1e-5, 1e-5, 1e-4, 1e-4, 2.0**-22),
     "float16": Tolerance(2e-3, 2e-3, 1e-4, 1e-4, 2.0**-9),
@@ -49,8 +49,8 @@ MERGES = {
     "k8v4": Tolerance(2e-1, 2e-1, 1e-4, 1e-4, 2.0**-9),
 }
 
-# For backends without a graph to cut, the decoder runs as a whole. The first layer is checked as above; later layers
-# may differ by as much as earlier layers magnify rounding errors.
+# If a backend's decoder cannot be cut between layers, it runs as a whole. The first layer is checked with the
+# tolerances of LAYERS; later layers may differ by as much as earlier layers magnify rounding errors.
 WHOLE = {
     "float32": Tolerance(1e-3, 1e-3, 1e-2, 1e-4, 2.0**-22),
     "float16": Tolerance(3e-1, 3e-1, 3e-1, 1e-4, 2.0**-9),
@@ -61,7 +61,7 @@ WHOLE = {
 
 
 def tolerance_of(table: Mapping[str, Tolerance], *types: str) -> Tolerance:
-    """Return the tolerance for several data types at once: the largest of their entries in `table`, field by field."""
+    """Return the tolerance for several data types at once: field by field the largest of their entries in `table`."""
     tolerances = [table[name] for name in types]
     return Tolerance(*(max(getattr(x, field.name) for x in tolerances) for field in fields(Tolerance)))
 
@@ -71,7 +71,7 @@ class Difference:
     """The largest difference between two versions of a tensor, with its tolerance and its place."""
 
     tensor: str
-    difference: float  # difference itself
+    difference: float  # size of the difference
     allowed: float  # largest difference that passes
     lane: int  # row of the batch
     head: int | None  # KV head; None for tensors without heads
@@ -97,7 +97,10 @@ def worst(tensor: str, difference: Array, allowed: Array | float) -> Difference 
 
 
 def heads_of(layer: LayerCache, state: Sequence[Array]) -> list[list[Array]]:
-    """Return views [B, H, C, ...] of a layer's state tensors: one of all KV heads of one capacity, or one of each."""
+    """Return views [B, H, C, ...] of a layer's state tensors, grouped by KV heads of one capacity.
+
+    There is one group with all KV heads if they have one capacity, otherwise a group for each KV head.
+    """
     alike = len({*layer.capacity}) == 1
     parts = []
     for tensor, x in zip(layer.state, state, strict=True):
@@ -115,7 +118,7 @@ def heads_of(layer: LayerCache, state: Sequence[Array]) -> list[list[Array]]:
 def named_views(layer: LayerCache, views: Sequence[Array]) -> dict[str, Array]:
     """Return views [B, H, C, ...] of a layer's state tensors by name (keys, values, votes, ...).
 
-    Keys and values of an int8 or int4 cache are dequantized to float32, so their scales are left out.
+    Keys and values of an int8 or int4 KV cache are dequantized to float32, so their scales are left out.
     """
     named = {tensor.name: x for tensor, x in zip(layer.state, views, strict=True)}
     if layer.dtype in SMALL:
@@ -125,14 +128,14 @@ def named_views(layer: LayerCache, views: Sequence[Array]) -> dict[str, Array]:
 
 
 def named_heads(layer: LayerCache, state: Sequence[Array]) -> list[dict[str, Array]]:
-    """Return the views of `heads_of` by name; see `named_views`."""
+    """Return a layer's state tensors by name for each group of `heads_of`, with dequantized keys and values."""
     return [named_views(layer, views) for views in heads_of(layer, state)]
 
 
 def state_difference(
     layer: LayerCache, method: Method, actual: Sequence[Array], expected: Sequence[Array], tolerance: Tolerance
 ) -> Difference | None:
-    """Return the first difference of two states of a layer's KV cache beyond its tolerance, or None.
+    """Return the first difference of two states of a layer's KV cache that exceeds its tolerance, or None.
 
     Positions, and tensors that are only copied, must be equal. Keys and values are compared by their norms, votes and
     scores by their sizes.

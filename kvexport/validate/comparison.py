@@ -44,8 +44,8 @@ Arrays = dict[str, NDArray[Any]]
 class Comparison:
     """Comparison of an exported model with PyTorch, call by call.
 
-    A reference run makes the calls, the engine's graphs are compared with each of them, and the engine also runs
-    independently.
+    The PyTorch reference makes every call, and the engine's ONNX graphs are compared with it from the same state. The
+    engine also runs independently, from its own state.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class Comparison:
         result: ValidationResult,
     ) -> None:
         self.engine, self.runners, self.reference, self.result = engine, runners, reference, result
-        # The reference's caches may have fewer slots than the engine's (`kvexport.validate.slots`).
+        # The reference's KV caches may have fewer slots than the engine's (`kvexport.validate.slots`).
         self.plan, self.method, self.dtype = reference.plan, reference.method, engine.manifest.recipe.model.dtype
         types = (self.dtype, engine.manifest.recipe.cache_dtype)
         self.tolerance, self.merge_tolerance, self.whole = (tolerance_of(x, *types) for x in (LAYERS, MERGES, WHOLE))
         if self.plan.attention_layers:
-            # The decoder is cut before layers that have a cache. Layers that have a recurrent state, or read another
-            # layer's cache, magnify rounding errors between two cuts, as layers of an uncut decoder do.
+            # The decoder is cut before layers that have a KV cache. Layers with a recurrent state, or that read another
+            # layer's cache, magnify rounding errors between two cuts, as the layers of an uncut decoder do.
             self.tolerance = self.whole
         decoder = engine.path / engine.manifest.graphs.decoder
         slots = engine.plan if self.plan != engine.plan else None
@@ -72,12 +72,12 @@ class Comparison:
         shared["merge_prompts"] = engine.manifest.recipe.cache.merge_prompts
         self.adapters, self.images = engine.adapters, engine.manifest.images
         self.locked = LockedBackend(self, reference, self.plan, batch)
-        # The reference merges by the same rule as the engine.
+        # The reference merges after the same calls as the engine.
         self.reference_lanes = Lanes(self.locked, engine.plan, batch, **shared)
         own = WatchedState(engine.new_state(batch), engine.plan, self.plan)
         both = (engine.plan, self.plan, self.method, batch, self.merge_tolerance)
         self.independent = IndependentRun(own, *both, **shared)
-        self.merges: list[Merge] = []  # the reference's merges of the call under way
+        self.merges: list[Merge] = []  # the reference's merges in the current call
         self.examined = 0
         self.errors: dict[tuple[str, str], list[tuple[NDArray[Any], NDArray[Any]]]] = defaultdict(list)
 
@@ -109,7 +109,7 @@ class Comparison:
     def decoded(self, feed: Arrays, present: Arrays, hidden: dict[int, NDArray[Any]], whole: bool) -> None:
         """Compare one decoder call with PyTorch, layer by layer and, if `whole` is set, over the full depth.
 
-        Each layer receives the reference's hidden state, so one layer's error does not reach the next.
+        Each layer receives the reference's hidden state, so one layer's error does not reach the next layer.
         """
         phase = "decode" if feed["query_length"].max() == 1 else "prefill"
         feed = {**feed, **self.adapters.unused(len(feed["query_length"]))}
@@ -126,7 +126,7 @@ class Comparison:
             logits = (outputs["logits"], present["logits"])
             self._note(phase, None, self._logits(feed, *logits, largest, self.tolerance))
             length = outputs["present_length"]
-            del outputs, reached, logits  # their memory goes to the run over the full depth
+            del outputs, reached, logits  # frees memory for the run over the full depth
         outputs_in_all = self._run(feed) if whole or self.cut is None else None
         separate = None if outputs_in_all is None else self._with_used_slots(phase, outputs_in_all)
         if self.cut is None and separate is not None:
@@ -147,7 +147,7 @@ class Comparison:
         self.result.steps.append({"step": len(self.result.steps), "phase": phase, "tokens": seen, "largest": largest})
 
     def merged(self, feed: Arrays, present: Arrays, first: int) -> None:
-        """Compare one merge of KV caches with PyTorch's, head by head and in place; `first` is the first lane."""
+        """Compare one merge of KV caches with PyTorch's, KV head by KV head and in place; `first` is the first lane."""
         past = {name: np.ascontiguousarray(feed[name]) for name, _, layer, _ in self.plan.state_names() if layer.merges}
         with self.runners.merge:
             in_all: Arrays = self.runners.merge.infer(OrderedDict(with_slots(self.plan, self.engine.plan, past)))
@@ -187,7 +187,7 @@ class Comparison:
         return outputs
 
     def _with_used_slots(self, phase: str, outputs: Arrays) -> Arrays:
-        """Cut the engine's outputs to the reference's slots, and note a mismatch if slots beyond them are not empty."""
+        """Cut the engine's outputs to the reference's slots; note a mismatch if later slots are not empty."""
         if self.plan == self.engine.plan:
             return outputs
         if has_beyond(self.engine.plan, self.plan, outputs):
@@ -312,7 +312,7 @@ class LockedBackend(LaneState):
 
     def __init__(self, comparison: Comparison, reference: TorchReference, plan: CachePlan, lanes: int) -> None:
         self.comparison, self.reference = comparison, reference
-        self.hidden: dict[int, NDArray[Any]] = {}  # of the last call, at the start of every layer
+        self.hidden: dict[int, NDArray[Any]] = {}  # hidden states of the last call at the start of every layer
         self.state = {
             name: np.zeros(layer.shapes(lanes)[kind], layer.dtypes()[kind])
             for name, _, layer, kind in plan.state_names()
@@ -322,7 +322,7 @@ class LockedBackend(LaneState):
     def decode(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
     ) -> NDArray[np.float32]:
-        """Append tokens to all lanes by the PyTorch reference, and return logits. See `LaneState.decode`."""
+        """Append tokens to all batch lanes by the PyTorch reference, and return logits."""
         assert first == 0 and len(input_ids) == len(self.length), "a reference runs all its lanes"
         feed = {"input_ids": input_ids, "query_length": query_length, "past_length": self.length, **self.state}
         present = self.reference.decode(feed, self.hidden)
@@ -340,7 +340,7 @@ class LockedBackend(LaneState):
         self._take(present, slice(first, last))
 
     def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
-        """Raise an error: the batch lanes of a reference run are never used twice."""
+        """Raise an error: the batch lanes of a reference run are used only once."""
         raise AssertionError("a reference runs once")
 
     def _take(self, present: Arrays, lanes: slice) -> None:

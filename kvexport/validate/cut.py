@@ -1,7 +1,7 @@
 """The ONNX decoder graph cut between its layers, so that each layer's error can be measured by itself.
 
-Each layer of the cut decoder takes the reference's hidden state as an input. Its error is then measured by itself,
-without the errors of the layers before it.
+Each layer of the cut decoder takes the PyTorch reference's hidden state as an input, so errors of earlier layers do not
+reach it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ STATE_INPUT = "past_key_values."
 
 
 def layer_borders(graph: onnx.GraphProto) -> dict[int, str]:
-    """Return for layers 1, 2, ... the only tensor of the ONNX graph that leads into the layer (the residual stream).
+    """Return, for layers 1, 2, ..., the name of the only tensor of the ONNX graph that leads into the layer.
 
-    At a border, all later nodes depend on the tokens through one tensor (and through state tensors). The border of a
-    layer is the last one before its attention. In decoders with residuals the tensor is the residual stream. Layers
+    At a border, all later nodes depend on the tokens through this one tensor (and through state tensors). The border of
+    a layer is the last one before its attention. In decoders with residuals the tensor is the residual stream. Layers
     without such a tensor have no border.
     """
     last_use = {name: i for i, node in enumerate(graph.node) for name in node.input}

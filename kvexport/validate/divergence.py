@@ -11,7 +11,7 @@ Row = NDArray[np.float32]
 
 
 def kl(p_logits: Row, q_logits: Row) -> float:
-    """Return KL(softmax(p) || softmax(q)) in nats; infinite if a logit is not finite."""
+    """Return KL(softmax(p) || softmax(q)) in nats for the logits p and q; infinite if a logit is not finite."""
     if not (np.isfinite(p_logits).all() and np.isfinite(q_logits).all()):
         return float("inf")
     p, q = (x.astype(np.float64) - x.max() for x in (p_logits, q_logits))
@@ -30,7 +30,7 @@ def compared_positions(rows: list[dict[int, Row]], budgets: list[int]) -> list[l
 
 
 def untouched_positions(rows: list[dict[int, Row]], budgets: list[int]) -> list[list[int]]:
-    """Return, for each sequence, the positions with logits before the first possible eviction of any cache."""
+    """Return, for each sequence, the positions with logits before the first possible eviction from any KV cache."""
     return [[p for p in sorted(of) if p < min(budgets)] for of in rows]
 
 
@@ -44,7 +44,7 @@ def mean_kl_at(positions: list[list[int]], own: list[dict[int, Row]], full: list
 
 
 def loss(logits: Row, token: int) -> float:
-    """Return -ln p of a token in nats."""
+    """Return -ln p of a token in nats, given the logits that predict it."""
     row = logits.astype(np.float64) - logits.max()
     return float(np.log(np.exp(row).sum()) - row[token])
 

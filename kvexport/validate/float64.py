@@ -38,7 +38,7 @@ class _Float64(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self.roundings or name.rstrip("_") in EXACT or not _is_float(result):
             return result
         magnitude = result.abs()
-        if name in PRODUCTS:  # every product and partial sum is rounded, also where they cancel out
+        if name in PRODUCTS:  # every product and partial sum is rounded, even if they cancel out
             a, b = (x for x in args[-2:])
             magnitude = func(*args[:-2], a.abs(), b.abs()).abs()
         elif name in ("sum", "mean", "cumsum"):
@@ -48,9 +48,9 @@ class _Float64(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _wide(x: Any) -> Any:
-    """Return an argument of an operator with tensors of narrow types in float64; lists and tuples element by element.
+    """Return an operator's argument with tensors of narrow types in float64; lists and tuples element by element.
 
-    PyTorch's own `tree_map` does the same in half the time of the whole operation.
+    PyTorch's own `tree_map` would take half the time of the whole operation for this.
     """
     if isinstance(x, Tensor):
         return x.double() if x.dtype in NARROW else x

@@ -1,16 +1,17 @@
 """The engine's independent run over the validation sequences, on its own state as in production.
 
-Its logits have to stay near those of PyTorch's run. If two selections of a merge are equal except for rounding, the two
-runs may select different entries and differ from then on although neither is wrong. The engine's run then *parts* from
-the reference's run in that lane. A parting has to be explained: right before the merge both states agree, and from the
-engine's state PyTorch makes the same merge as the engine, or float64 with float32's rounding errors does. PyTorch's run
-then continues from the engine's state of the caches in which the two selections differ, so that later logits are
-comparable again. Without such an explanation the logits of the lane are no longer compared.
+The engine's logits have to stay near those of PyTorch's run. If two selections of entries to evict are equal except for
+rounding, the two runs may evict different entries and differ from then on, although neither is wrong. The engine's run
+then *parts* from PyTorch's run in that lane. A parting has to be explained: right before the merge both states agree,
+and from the engine's state PyTorch makes the same merge as the engine, or float64 with float32's rounding errors does.
+PyTorch's run then takes over the engine's state of the KV caches in which the two selections differ, so that later
+logits are comparable again. Without such an explanation the logits of the lane are no longer compared.
 
-Positions and votes do not show every other selection: an entry that merges into one of two slots with the most votes
-that the method allows changes the votes of neither. A merge takes means of rows, so it hardly magnifies a difference of
-rows. If rows differ far more after a merge than any row of the KV head did before, this therefore counts as another
-selection.
+Positions and votes (the number of tokens that a slot stands for) do not show every difference of selections. For
+example, if two slots already have the most votes that the method allows, an entry that merges into either of them
+changes the votes of neither. But a merge takes means of rows (keys and values), so it hardly magnifies a difference
+between rows. If the rows of a KV head differ far more after a merge than any of its rows did before, this therefore
+counts as another selection.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from kvexport.validate.tokens import Ids
 
 Arrays = Mapping[str, NDArray[Any]]
 Row = NDArray[np.float32]
-SAME_VOTES = 1e-3  # relative
-MAGNIFIED = 10.0  # times the largest relative difference of a row before the merge, or a merge's tolerance
+SAME_VOTES = 1e-3  # relative difference up to which votes count as equal
+MAGNIFIED = 10.0  # allowed difference of rows after a merge, as a multiple of that before, or of the tolerance
 
 
 class Merge(NamedTuple):
@@ -42,10 +43,10 @@ class Merge(NamedTuple):
 
     first: int  # first merged lane
     past: Arrays  # state of the merged lanes before the merge, by the input names of merge.onnx
-    present: Arrays  # their state after the merge, by its output names
+    present: Arrays  # state of the merged lanes after the merge, by the output names of merge.onnx
 
     def lane(self, lane: int) -> Merge | None:
-        """Return the record of the merge for one lane of the batch; None if that lane did not merge."""
+        """Return the record of the merge for one lane of the batch; None if that lane was not merged."""
         if not self.first <= lane < self.first + len(next(iter(self.past.values()))):
             return None
         row = slice(lane - self.first, lane - self.first + 1)
@@ -53,7 +54,7 @@ class Merge(NamedTuple):
 
 
 class Parting(NamedTuple):
-    """A call in which the engine's run and PyTorch's select different entries in a lane."""
+    """A call in which the engine's run and PyTorch's select different entries of a lane's KV cache to evict."""
 
     lane: int
     own: list[Merge]  # engine's merges of the lane in this call
@@ -113,7 +114,7 @@ class IndependentRun:
         prefill: bool,
         unread: Collection[int],
     ) -> list[Parting]:
-        """Run one call of the engine on the engine's own caches, and compare its logits and merges with PyTorch's."""
+        """Run one call of the engine on its own KV caches, and compare its logits and merges with PyTorch's."""
         self._state.merges.clear()
         logits = self.lanes.append(tokens, prefill=prefill, unread=unread)
         parting: dict[int, Parting] = {}
@@ -135,12 +136,12 @@ class IndependentRun:
         return list(parting.values())
 
     def state(self, lane: int, caches: Collection[int]) -> dict[str, NDArray[Any]]:
-        """Return the engine's state tensors of some caches of one lane, [1, ...], by the input names of the graphs."""
+        """Return the engine's state tensors [1, ...] of some KV caches of one lane, by the graphs' input names."""
         names = {tensor.past(i) for i in caches for tensor in self._plan.caches[i].state}
         return {name: x for name, x in self._state.lane_states(lane, lane + 1).items() if name in names}
 
     def _selected_otherwise(self, own: list[Merge], expected: list[Merge]) -> list[int]:
-        """Return the caches in which engine and PyTorch evicted different entries or chose different targets."""
+        """Return the KV caches in which engine and PyTorch evicted different entries or chose different targets."""
         layers = [(i, layer) for i, layer in enumerate(self._plan.caches) if layer.merges]
         if len(own) != len(expected):
             return [i for i, _ in layers]
@@ -148,7 +149,7 @@ class IndependentRun:
         return [i for i, layer in layers if not all(self._merged_alike(i, layer, a, b) for a, b in pairs)]
 
     def _merged_alike(self, i: int, layer: LayerCache, own: Merge, expected: Merge) -> bool:
-        """Return whether engine and PyTorch merged a lane's cache number i in the same way, each from its own state."""
+        """Return whether engine and PyTorch merged a lane's KV cache i in the same way, each from its own state."""
         before, after = ([run.past for run in (own, expected)], [run.present for run in (own, expected)])
         positions, votes = ([state[layer.state[n].present(i)] for state in after] for n in (4, 2))
         if not (np.array_equal(positions[0], positions[1]) and np.allclose(votes[0], votes[1], rtol=SAME_VOTES)):

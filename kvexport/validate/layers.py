@@ -1,7 +1,7 @@
 """Builds of only the first layers of an artifact's model, for validation.
 
-`validate --layers` compares these layers if the whole model is too large for PyTorch, or would take too long. Every
-layer has the same cache as in the artifact.
+`kvexport validate --layers` compares only these layers if the whole model is too large for PyTorch, or would take too
+long. Every layer has the same KV cache as in the artifact.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvexport.plan.cache import CachePlan
 from kvexport.recipe.cache import AllocationSection
 from kvexport.terminal import Progress, silent
 
-# Suffixes of config lists whose length is unrelated to the number of layers.
+# Ends of names of lists in config.json whose length is unrelated to the number of layers
 NOT_PER_LAYER = ("architectures", "_token_id", "_token_ids")
 
 
@@ -30,9 +30,9 @@ NOT_PER_LAYER = ("architectures", "_token_id", "_token_ids")
 def first_layers(
     path: Path, count: int, checkpoint: str | None = None, progress: Callable[[str, int | None], Progress] = silent
 ) -> Iterator[Path]:
-    """Build the first `count` layers of the artifact at `path`, with embeddings and head, without engines.
+    """Build the first `count` layers of the artifact at `path`, with embeddings and output head, without engines.
 
-    The yielded artifact is deleted when the block ends, as is the checkpoint at its recipe's model.path.
+    The yielded artifact is deleted when the block ends, and so is the checkpoint that its recipe's model.path names.
     """
     from kvexport.export.model.checkpoint import open_checkpoint
     from kvexport.tensor_files.shards import own_links
@@ -79,7 +79,7 @@ def first_layers(
 
 
 def require_checkpoint(checkpoint: Any, manifest: Manifest, path: Path) -> None:
-    """Raise UsageError unless `checkpoint` is the one that the artifact at `path` was built from."""
+    """Raise UsageError unless `checkpoint` is the one from which the artifact at `path` was built."""
     if checkpoint.fingerprint != manifest.model.fingerprint:
         raise UsageError(
             f"{checkpoint.path} is not the checkpoint of {path}", "--checkpoint DIR with the one it was built from"
@@ -87,7 +87,7 @@ def require_checkpoint(checkpoint: Any, manifest: Manifest, path: Path) -> None:
 
 
 def _shorten_checkpoint(source: Any, folder: Path, total: int, count: int) -> None:
-    """Write a checkpoint whose config has only `count` layers. Its weight files are links to the files of `source`."""
+    """Write a checkpoint whose config has only `count` layers; its weight files are links to those of `source`."""
     from transformers import AutoConfig
 
     folder.mkdir()

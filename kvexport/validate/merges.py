@@ -1,16 +1,16 @@
-"""Checks that an engine's merge equals PyTorch's, or that float32 rounding explains the difference.
+"""Checks that an engine's merge of KV caches equals PyTorch's, or that float32 rounding explains the difference.
 
-A merge selects the entries to evict and their merge targets. If two selections are equal except for rounding, another
-order of summation may pick the other one, and the whole head then differs although nothing is wrong. Each differing
-head is therefore merged again in float64: once exactly, and then several times with random errors of the size of
-float32's rounding. The engine's result has to equal one of these random merges.
+A merge selects the entries to evict and their merge targets (the kept entries that take them in). If two selections are
+equal except for rounding, another order of summation may pick the other one, and the whole KV head then differs
+although nothing is wrong. Each differing head is therefore merged again in float64: once exactly, and then several
+times with random errors of the size of float32's rounding. The engine's result has to equal one of these random merges.
 
 In some heads many slots have the same cost except for rounding, for example in a head that evicts almost nothing, where
 equal tokens have equal values. No two random merges agree there, and none would equal the engine's. The engine's result
 must then be no farther from PyTorch's merge in float32, or from the nearest random merge, than the random merges are
-from one another, and must have the same rows except for those that another selection changes. PyTorch's own merge in
-float32 may be farther from all random merges than these are from one another: numbers that differ in float64 are equal
-in float32, and the order of slots then decides.
+from one another. It must also have the same rows, except for as many as another selection changes. PyTorch's own merge
+in float32 may be farther from all random merges than these are from one another: numbers that differ in float64 are
+equal in float32, and the order of slots then decides.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from kvexport.validate.compare import Difference, Tolerance, heads_difference, n
 from kvexport.validate.float64 import in_float64
 
 Arrays = Mapping[str, NDArray[Any]]
-# (error of every operation in float32 roundings, number of draws). Every operation may be off by one rounding. Sums of
-# many terms in another order, and other formulas of the same meaning, are off by more.
+# (error of every operation in float32 roundings, number of random merges). Every operation may be off by one rounding.
+# Sums of many terms in another order, and other formulas of the same meaning, are off by more.
 DRAWS = ((1.0, 8), (4.0, 24), (16.0, 32))
-# Draws are lanes of one merge, of at most this many slots. Merges of few slots take the time to start each operation of
-# PyTorch; more slots would take memory, and save no time.
+# Random merges are lanes of one call with at most this many slots. With few slots, the time to start each PyTorch
+# operation dominates; more slots would take memory and save no time.
 SLOTS_AT_ONCE = 4096
-APART = 3.0  # a row this many times further from the mean of the draws than any draw is another selection
-SAME = 1e-5  # relative to a row's norm: the difference that float32 may add
-MOST_EXAMINED = 24  # heads that one run merges again in float64; a wrong engine differs in most heads
+APART = 3.0  # a row this many times farther from the random merges' median than any of them is another selection
+SAME = 1e-5  # the difference that float32 may add to a row, relative to the row's norm
+MOST_EXAMINED = 24  # most KV heads that a run merges again in float64; a wrong engine differs in most heads
 
 
 @dataclass(frozen=True)
 class Flip:
-    """A KV head whose merge selected other entries than PyTorch's merge."""
+    """A KV head in whose merge the engine selected other entries than PyTorch."""
 
     layer: int  # number of the cache
     lane: int  # row of the batch
@@ -53,9 +53,9 @@ class Flip:
     slot: int  # first slot that differs
     tensor: str  # first tensor that differs
     difference: float  # difference from PyTorch at that slot
-    allowed: float  # tolerance there
-    # Size of error, in float32 roundings, with which float64 makes the engine's selection (0: without any error). None
-    # if float64 never made it, or was not tried.
+    allowed: float  # tolerance at that slot
+    # The size of error, in float32 roundings, with which float64 makes the engine's selection (0: without any error).
+    # None if float64 never made that selection, or was not tried
     roundings: float | None
 
     @property
@@ -151,7 +151,7 @@ def _explained(
 def _draws(
     attributes: MergeCacheAttributes, before: Sequence[torch.Tensor], roundings: float, count: int
 ) -> Iterator[list[NDArray[Any]]]:
-    """Yield `count` merges of one KV head [1, 1, ...] in float64, each with random errors of its own."""
+    """Yield `count` merges of one KV head [1, 1, ...] in float64, each with its own random errors."""
     at_once = max(1, SLOTS_AT_ONCE // before[2].shape[2])
     for first in range(0, count, at_once):
         lanes = [x.expand(min(at_once, count - first), *x.shape[1:]).contiguous() for x in before]
@@ -169,7 +169,7 @@ def _among(engine: Arrays, draws: Sequence[Arrays], single: Arrays) -> bool:
     ]
     own, *others = rows
     if len(others) == 1 or len({frozenset(x) for x in others}) < len(others):
-        return False  # if draws agree, the engine has to agree with them
+        return False  # if two random merges agree, the engine has to agree with one of them
     spread = max(len(a.keys() ^ b.keys()) for a in others for b in others)
     if min(len(own.keys() ^ other.keys()) for other in (in_float32, *others)) > spread:
         return False

@@ -99,7 +99,7 @@ class TorchReference:
         self._layers = layer_list(self.model)[1]
         for module in self.model.modules():
             if isinstance(getattr(module, "inv_freq", None), Tensor):
-                # The model defines its rotary angles in float32; angles computed in float64 would differ.
+                # The model computes its rotary angles in float32; angles computed in float64 would differ.
                 module.forward = as_ever(module.forward)
 
     @torch.no_grad()
@@ -116,9 +116,9 @@ class TorchReference:
         """Compute the decoder in PyTorch, with the inputs and outputs of decoder.onnx.
 
         Args:
-            feed: input_ids [B, T], query_length [B, 1], past_length [B, 1] and past_key_values.*.
+            feed: input_ids [B, T], query_length [B, 1], past_length [B, 1] and the tensors past_key_values.*.
             hidden: If not None, receives the hidden state [B, T, hidden] at the start of every layer that has a cache,
-                by the number of its cache.
+                by the number of that cache.
         """
         ids, query_length, past_length = (
             torch.from_numpy(np.ascontiguousarray(feed[name])) for name in ("input_ids", "query_length", "past_length")
@@ -172,7 +172,7 @@ class TorchReference:
         for i, layer in enumerate(self.plan.caches):
             if layer.merges:
                 state = self._layer(feed, i)
-                if any(map(int.__gt__, layer.capacity, layer.budget)):  # else it never exceeds its budget
+                if any(map(int.__gt__, layer.capacity, layer.budget)):  # else it is never over its budget
                     attributes = merge_attributes(layer, self.method)
                     state = layer_merge_cache(*state, attributes=attributes, capacity=layer.capacity)
                 present.update({t.present(i): x.numpy() for t, x in zip(layer.state, state, strict=True)})
@@ -213,9 +213,9 @@ class TorchReference:
 def full_logits(
     checkpoint: Checkpoint, recipe: Any, tokens: list[NDArray[np.int64]], positions: list[list[int]]
 ) -> list[dict[int, NDArray[np.float32]]]:
-    """Return the logits [vocabulary] of the uncompressed Hugging Face model at the given positions of each sequence.
+    """Return the logits [vocabulary] of the uncompressed Hugging Face model at given positions of each sequence.
 
-    The model runs with its own attention and cache.
+    The model runs with its own attention and KV cache.
     """
     with quiet_exporter():
         model = _load_attending(checkpoint, recipe)
@@ -234,7 +234,7 @@ def full_logits(
 
 
 def _load_attending(checkpoint: Checkpoint, recipe: Any) -> Any:
-    """Load the Hugging Face model with an attention implementation of transformers: sdpa in float32, if supported."""
+    """Load the Hugging Face model with transformers' attention: sdpa in float32 if supported, otherwise eager."""
     if recipe.model.dtype == "float32":
         try:
             return load_model(checkpoint, recipe, "sdpa")

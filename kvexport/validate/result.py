@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-FLIPS_ALLOWED = 0.01  # share of head-merges; on SmolLM2 rounding decides a tie in one of a thousand
-FAR = 0.5  # nats that a compressed cache may add to the loss of text without a warning
-FEW_FLIPS = 2  # this many flips pass, however few head-merges there were
-ROUNDING_RATIO = 3.0  # largest ratio of the engine's to PyTorch's errors against float64, at the checked quantile
-ABOVE = 10  # errors beyond the checked quantile if there are fewer than 1,000, whose 99th percentile is mostly chance
-OUTLIERS = 10.0  # factor on ROUNDING_RATIO for the 99th percentile
-KEPT = 50  # mismatches that are stored with all details
+FLIPS_ALLOWED = 0.01  # share of KV heads' merges that may differ by ties; on SmolLM2 one of a thousand does
+FAR = 0.5  # nats that a compressed KV cache may add to the loss of a text without a warning
+FEW_FLIPS = 2  # this many differing merges pass, however few KV heads were merged
+ROUNDING_RATIO = 3.0  # largest ratio of the engine's errors against float64 to PyTorch's, at the checked quantile
+ABOVE = 10  # errors beyond the checked quantile if there are fewer than 1,000: their 99th percentile is chance
+OUTLIERS = 10.0  # factor by which ROUNDING_RATIO is larger for the 99th percentile
+KEPT = 50  # most mismatches that are stored with all details
 KINDS = {"hidden": "hidden state", "key": "keys", "value": "values", "logits": "logits"}
 
 
@@ -23,13 +23,13 @@ KINDS = {"hidden": "hidden state", "key": "keys", "value": "values", "logits": "
 class Mismatch:
     step: int
     phase: str  # "prefill", "decode" or "merge"
-    layer: int | None  # number of the cache; None for logits
+    layer: int | None  # number of the KV cache; None for logits
     tensor: str
-    largest: float  # difference
+    largest: float  # largest difference of the tensor
     allowed: float = 0.0  # tolerance
     lane: int | None = None  # row of the batch
     head: int | None = None  # KV head; None for hidden states and logits
-    slot: int | None = None  # slot of the cache; index of the token within the call for hidden states and logits
+    slot: int | None = None  # KV-cache slot; for hidden states and logits, index of the token within the call
 
     def line(self) -> str:
         where = "" if self.layer is None else f"layer {self.layer}, "
@@ -53,7 +53,7 @@ def level_of(count: int) -> float:
     """Return which quantile of `count` rounding errors the validation checks.
 
     This is the 99th percentile of 1,000 errors or more. For fewer errors it is the quantile that `ABOVE` of them
-    exceed, and never below the median.
+    exceed, but at least the median.
     """
     return max(0.5, min(0.99, 1.0 - ABOVE / max(count, 1)))
 
@@ -74,8 +74,8 @@ class Rounding:
     tensor: str
     count: int  # number of vectors
     engine: Quantiles  # engine's errors
-    pytorch: Quantiles  # pyTorch's errors
-    least: float  # insignificant: one rounding of the model's type
+    pytorch: Quantiles  # PyTorch's errors
+    least: float  # errors up to this size are insignificant: one rounding of the model's type
 
     @property
     def holds(self) -> bool:
@@ -95,57 +95,57 @@ class ValidationResult:
     recipe: str
     backend: str
     tokens: list[int]  # number of tokens of each sequence
-    texts: list[str]  # content of each sequence, "text" or "random"
+    texts: list[str]  # kind of each sequence's tokens, "text" or "random"
     budgets: list[int]  # budget of each KV head of every layer, in slots
     tolerance: dict[str, float]  # tolerances, by kind of tensor
-    operators: dict[str, str]  # how this machine runs each operator
+    operators: dict[str, str]  # how this machine runs each of kvexport's operators
     # For each call: its number, phase, tokens seen by the longest sequence, and largest difference by kind of tensor
-    # (relative for vectors)
+    # (of vectors relative to their norm)
     steps: list[dict[str, Any]] = field(default_factory=list)
     mismatches: list[Mismatch] = field(default_factory=list)  # first `KEPT` mismatches
     mismatched: int = 0
-    head_merges: int = 0  # number of heads whose merges were compared
-    # Heads whose selection differs from PyTorch's because of rounding
+    head_merges: int = 0  # number of merges of single KV heads that were compared
+    # The merges of KV heads that evict other entries than PyTorch because of rounding
     flips: list[dict[str, Any]] = field(default_factory=list)
     rounding: list[Rounding] = field(default_factory=list)  # rounding errors against float64
     in_place_identical: bool = True  # whether the in-place run gave the same bits as separate buffers
-    # Whether the top logits from a device are the largest of the row; None if the host has the whole row
+    # Whether the top logits that a device returned are the largest of the row; None if the host has the whole row
     top_logits_hold: bool | None = None
-    # Mean KL(PyTorch || engine) in nats, where each runs independently from the first token to the last
+    # The mean KL(PyTorch || engine) in nats, with each running independently from the first token to the last
     own_kl: float = 0.0
     own_kl_allowed: float = 0.0  # largest value of `own_kl` that passes
     own_compared: int = 0  # number of logits rows behind `own_kl`
-    # Mean KL(transformers || engine) in nats at the positions before which nothing was evicted. The model of
-    # transformers runs with its own attention, cache and positions, and reads a whole sequence at once. The largest
+    # The mean KL(transformers || engine) in nats at the positions before which nothing was evicted. The model of
+    # transformers runs with its own attention, KV cache and positions, and reads a whole sequence at once. The largest
     # value that passes is `own_kl_allowed`.
     first_kl: float = 0.0
     first_compared: int = 0  # number of logits rows behind `first_kl`
-    # For each lane in which a tie made the independent run select other entries than PyTorch's, the numbers of tokens
-    # seen each time. PyTorch's run then continues from the engine's caches of that lane, unless no tie explains the
-    # difference.
+    # For each lane in which a tie made the engine's independent run evict other entries than PyTorch's: the numbers of
+    # tokens seen each time. PyTorch's run then continues from the engine's KV caches of that lane, unless no tie
+    # explains the difference.
     parted: dict[int, list[int]] = field(default_factory=dict)
-    # For each sequence KL(full cache || engine) in nats at `positions`
+    # For each sequence, KL(full cache || engine) in nats at `positions`
     kl: list[list[float]] = field(default_factory=list)
-    # For each sequence the mean losses of the next token at `positions`, with the full cache and with the engine, in
-    # nats; None without positions that have a next token
+    # For each sequence, the mean losses of the next token at `positions`, with the full cache and with the engine, in
+    # nats; None if no compared position has a next token
     losses: list[tuple[float, float] | None] = field(default_factory=list)
-    # For each sequence whether the top token equals the full cache's at `positions`
+    # For each sequence, whether the most likely token equals the full cache's, at `positions`
     agrees: list[list[bool]] = field(default_factory=list)
-    positions: list[list[int]] = field(default_factory=list)  # for each sequence the compared positions
-    # Number of layers that were compared, and the number that the model has; None for all
+    positions: list[list[int]] = field(default_factory=list)  # for each sequence, the compared positions
+    # (number of compared layers, number of the model's layers); None if all were compared
     layers: tuple[int, int] | None = None
-    unmerged: int = 0  # number of KV heads that can merge, but whose budget is at least the longest sequence
+    unmerged: int = 0  # number of KV heads that can merge, but have a budget as long as the longest sequence
     seconds: float = 0.0  # duration of the validation
 
     def note(self, mismatch: Mismatch) -> None:
-        """Count a difference beyond tolerance, and store it if fewer than `KEPT` are stored."""
+        """Count a difference beyond its tolerance, and store it if fewer than `KEPT` are stored."""
         self.mismatched += 1
         if len(self.mismatches) < KEPT:
             self.mismatches.append(mismatch)
 
     @property
     def mismatch(self) -> Mismatch | None:
-        """The first difference beyond tolerance; None if there is none."""
+        """The first difference beyond its tolerance; None if there is none."""
         return self.mismatches[0] if self.mismatches else None
 
     @property
@@ -202,7 +202,7 @@ class ValidationResult:
 
     @property
     def warning(self) -> str:
-        """What to do if the engine predicts text much worse than the full cache, though it may be right; else ""."""
+        """Advice if the engine predicts text much worse than the full cache, though it may be right; else ""."""
         full, engine = self.losses_of_text or (0.0, 0.0)
         if engine <= full + FAR:
             return ""
@@ -223,7 +223,7 @@ class ValidationResult:
         return float(np.mean(values)) if values else 0.0
 
     def agreement(self, text: str | None = None) -> float:
-        """Return the share of compared positions whose most likely token equals that of the full cache."""
+        """Return the share of compared positions whose most likely token equals that of the full KV cache."""
         values = [v for row in self._rows(self.agrees, text) for v in row]
         return float(np.mean(values)) if values else 1.0
 

@@ -1,9 +1,9 @@
-"""The command `kvexport validate`: an exported model compared with PyTorch, step by step, in a ragged batch.
+"""`kvexport validate`: an exported model compared with PyTorch, step by step, in a batch of unequal sequences.
 
-Every layer receives PyTorch's hidden state and cache, so that errors of earlier layers do not add up. Every merge has
-to equal PyTorch's merge, or one that float64 makes with float32's rounding errors. The full depth of the model is
-compared with float64. The engine also runs independently and in place, as in production. docs/tasks/validate.md lists
-the criteria and their reasons.
+Every layer receives PyTorch's hidden state and KV cache, so that errors of earlier layers do not add up. Every merge
+has to equal PyTorch's merge, or one that float64 makes with float32's rounding errors. The full depth of the model is
+compared with float64. The engine also runs independently and in place, as in production. The page
+docs/tasks/validate.md lists the criteria and their reasons.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from kvexport.validate.tokens import Ids, continued_prompts, later_calls, schedu
 if TYPE_CHECKING:
     from kvexport.validate.reference import TorchReference
 
-WHOLE_CALLS = 3  # calls of each phase that are compared with float64 and in place
-FLOAT64 = 4.0  # duration of a float64 call, in calls of the reference
-# Allowed mean KL(PyTorch || engine) of independent runs, nats. SmolLM2 in float32: 1e-9 without ties, 1e-7 with some.
+WHOLE_CALLS = 3  # calls of each phase (prefill, decode) that are compared with float64 and in place
+FLOAT64 = 4.0  # duration of a call in float64, as a multiple of the reference's
+# The allowed mean KL(PyTorch || engine) of independent runs in nats. SmolLM2 in float32 has 1e-9 without ties in
+# merges, and 1e-7 with some.
 OWN_KL = {"float32": 1e-5, "float16": 1e-2}
 
 
@@ -64,7 +65,8 @@ def validate_artifact(
     with progress("loading PyTorch and the engine", None):
         shape = read_model(recipe)
         require_checkpoint(shape.checkpoint, manifest, path)
-        # A captured CUDA graph reads its inputs from fixed addresses, and here every call has buffers of its own.
+        # CUDA graphs are off, because a captured one reads its inputs from fixed addresses, and here every call has its
+        # own buffers.
         engine = load(path, backend=backend, device=device, cuda_graph=False, verify=False, float_input=True)
         method = recipe.cache.build_method()
         tokens, texts = sequences(engine, length, batch, seed)
@@ -100,7 +102,7 @@ def validate_artifact(
         positions = compared_positions(own, result.budgets)
         untouched = untouched_positions(own, result.budgets if _is_exact(recipe, shape.model.config) else [0])
         every = [sorted({*a, *b}) for a, b in zip(positions, untouched, strict=True)]
-        del engine, reference, comparison  # their memory goes to the uncompressed model
+        del engine, reference, comparison  # frees memory for the uncompressed model
         full = full_logits(shape.checkpoint, recipe, tokens, every)
         measure_divergence(result, tokens, positions, own, full)
         result.first_kl, result.first_compared = mean_kl_at(untouched, own, full)
@@ -109,7 +111,7 @@ def validate_artifact(
 
 
 def _is_exact(recipe: Recipe, config: Any) -> bool:
-    """Return whether an engine without evictions must give the same logits as transformers' own model."""
+    """Return whether an engine without evictions must give the same logits as the model of transformers."""
     from kvexport.export.model.hf_model import length_notes
 
     rounds, selects = recipe.cache.dtype != "model", recipe.cache.periodic.slots is not None

@@ -10,7 +10,7 @@ import numpy as np
 from kvexport.report.sections import KeyValues, Paragraph, Plot, Section, Series, Table
 from kvexport.validate.result import ABOVE, KINDS, OUTLIERS, ROUNDING_RATIO, ValidationResult
 
-# Random tokens have no context to merge, so their distance says nothing of text.
+# Random tokens have no structure that a compressed cache could keep, so their distance says nothing about text.
 RANDOM_NOTE = " (no criterion: every bounded cache is far from the full one on random tokens)"
 
 

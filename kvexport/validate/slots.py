@@ -1,8 +1,8 @@
-"""Caches cut to the slots that the sequences of a validation can use.
+"""KV caches cut to the slots that the sequences of a validation can use.
 
 A cache that evicts nothing, or merges only at the end of a prompt, has as many slots as the longest sequence that the
-artifact allows. PyTorch copies every slot in each call. The reference therefore has only the slots that can be used,
-and a decoder call reads only the slots in use.
+artifact allows, and PyTorch copies every slot in each call. The PyTorch reference therefore has only the slots that can
+be used, and a decoder call reads only the slots in use.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from kvexport.plan.cache import CachePlan, LayerCache, resized, slots_of
 
 Arrays = Mapping[str, NDArray[Any]]
-MULTIPLE = 64  # of slots
+MULTIPLE = 64  # numbers of slots are rounded up to a multiple of this
 
 
 def used_plan(plan: CachePlan, tokens: int) -> CachePlan:
-    """Return a cache plan whose caches have slots for at most about `tokens` tokens, and no more than in `plan`.
+    """Return a cache plan whose KV caches have slots for about `tokens` tokens, and no more than in `plan`.
 
-    Caches whose KV heads have several capacities stay as they are: the graphs contain these capacities.
+    Caches whose KV heads have several capacities stay as they are, because the ONNX graphs contain these capacities.
     """
     most = -(-tokens // MULTIPLE) * MULTIPLE
 
@@ -54,6 +54,6 @@ def has_beyond(source: CachePlan, target: CachePlan, arrays: Arrays) -> bool:
 
 
 def slots_for(votes: NDArray[Any], cache: LayerCache, tokens: int) -> tuple[int, ...]:
-    """Return for each KV head the number of slots that a call needs, at most the capacity."""
+    """Return, for each KV head, the number of slots that a decoder call needs, at most the head's capacity."""
     used = max(int((votes[:, slots] > 0).sum(-1).max(initial=0)) for slots in cache.head_slots)
     return cache.first_slots(-(-(used + tokens) // MULTIPLE) * MULTIPLE)

@@ -16,12 +16,12 @@ from kvexport.plan.cache import CachePlan
 from kvexport.plan.planner import settled_plan
 
 Ids = NDArray[np.int64]
-CHUNKS_PAST = 2  # chunks of a prompt after the largest cache is full
-MERGES = 2  # merges while decoding
+CHUNKS_PAST = 2  # chunks of a prompt that follow when the largest KV cache is full
+MERGES = 2  # merges of KV caches while decoding
 FEWEST_STEPS, MOST_STEPS = 8, 160  # bounds of the number of decode steps
-LARGEST = 2.0  # times the mean capacity of a cache; KV heads may have budgets of 35 times another head's
-MEMORY = 2 << 30  # bytes for all copies of the lanes' states, by default
-COPIES = 10  # copies of a state: of both runs of PyTorch and of three of the engine, before and after a call
+LARGEST = 2.0  # bound of a head's capacity, relative to the mean; some heads have 35 times another head's budget
+MEMORY = 2 << 30  # default bound of the bytes of all copies of the lanes' states
+COPIES = 10  # copies of a state: two runs of PyTorch and three of the engine, each before and after a call
 
 
 def later_calls(limits: Limits, merge_prompts: str) -> list[int]:
@@ -41,7 +41,7 @@ def later_calls(limits: Limits, merge_prompts: str) -> list[int]:
 def default_length(plan: CachePlan, limits: Limits, later: int) -> int:
     """Return the default length of the longest validation sequence: enough for some merges in prefill and decode.
 
-    A cache of more than `LARGEST` times the mean capacity may be too large for this length to make it merge.
+    A KV cache with more than `LARGEST` times the mean capacity may be too large to merge within this length.
     """
     capacities = [slots for layer in plan.caches if layer.merges for slots in layer.capacity]
     merging = min(max(capacities), int(LARGEST * sum(capacities) / len(capacities))) if capacities else 0
@@ -55,10 +55,10 @@ def default_batch(plan: CachePlan, limits: Limits) -> int:
 
 
 def sequences(engine: Any, length: int | None, batch: int | None, seed: int) -> tuple[list[Ids], list[str]]:
-    """Return the token ids of every validation sequence, and its content, "text" or "random".
+    """Return the token ids of every validation sequence, and the kind of each, "text" or "random".
 
-    The longest sequence comes first; the others are 2/3, 1/2, ... as long. Contents are "text" and "random" in turn if
-    the artifact has a tokenizer that returns its own text unchanged, else all are "random".
+    The longest sequence comes first; the others are 2/3, 1/2, ... as long. Text and random tokens alternate if the
+    artifact has a tokenizer that returns its own text unchanged; otherwise all tokens are random.
     """
     limits = engine.manifest.limits
     batch = default_batch(engine.plan, limits) if batch is None else batch

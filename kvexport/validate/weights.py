@@ -1,4 +1,4 @@
-"""The Hugging Face model in PyTorch with an artifact's weights. Rounded and packed weights are dequantized."""
+"""The Hugging Face model in PyTorch with an artifact's weights; rounded and packed weights are dequantized."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The blocks of quantized values in GGUF files (ggml), converted to packed weights with exactly the same values.
 
-The library `gguf` can only convert blocks to floats; here the numbers and their scales stay packed. Source of the
-layouts: ggml-quants.c; tests compare them with `gguf.dequantize`. Numbers of 2 and 3 bits take 4 bits here, and scales
-of 4 and 6 bits take 8. Minima are products with the negated super-scale of minima.
+The library `gguf` can only convert blocks to floats; here the numbers and their scales stay packed. Numbers of 2 and 3
+bits take 4 bits in a packed weight, and scales of 4 and 6 bits take 8. A minimum is stored as an integer, which is
+multiplied with the negated super-scale of the minima. Source of the layouts: ggml-quants.c; tests compare the values
+with `gguf.dequantize`.
 """
 
 from __future__ import annotations

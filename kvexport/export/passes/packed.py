@@ -1,17 +1,17 @@
 """The nodes of an ONNX graph that dequantize a packed weight in place of a float initializer w [N, K].
 
-Every reader of w other than a Gather of its rows reads what the nodes of `kvexport.ops.linear.dequantized` compute,
-cast to the type of w. If the columns have an order of their own,
+Every reader of w, except a Gather of its rows, reads the output d of the nodes of `kvexport.ops.linear.dequantized`,
+cast to the type of w. If the columns of w are stored in another order, products reorder their input:
 
     y = MatMul(x, Transpose(w))  =>  y = MatMul(Gather<axis = -1>(x, order), Transpose(d))
 
-A Gather of the rows of w (an embedding) becomes nodes that dequantize those rows alone:
+A Gather of the rows of w (an embedding) becomes nodes that dequantize only those rows:
 
     y = Gather<axis = 0>(w, ids)  =>  r = Gather<axis = 0>(rows, ids), scale, zero, minimum and so on likewise;
                                       bits set apart, cast to float32, (r - zero) * scale + minimum
 
-`rows` are the same bytes as w. Weights of four bits are uint8 [N, K / 2], because Gather supports no four-bit types.
-For ONNX Runtime's CUDA provider, which has no kernels of operators on bits, it becomes
+`rows` has the same bytes as w. A weight of four bits is uint8 [N, K / 2] there, because Gather supports no 4-bit types.
+ONNX Runtime's CUDA provider has no kernels of operators on bits, so for it the Gather becomes
 
     y = com.microsoft.GatherBlockQuantized<bits, block_size = g>(rows, ids, scale, zero?)    and + minimum
 """
@@ -55,7 +55,7 @@ class Packed(NamedTuple):
 def packed_of(value: ir.Value | None) -> Packed | None:
     """Return the packed weight that nodes of the graph dequantize to `value`; None if there is none.
 
-    `value` has the columns in their stored order.
+    The columns of `value` are in the order in which they are stored.
     """
     return value.meta.get(_PACKED) if value is not None else None
 
@@ -63,19 +63,19 @@ def packed_of(value: ir.Value | None) -> Packed | None:
 def put_packed(
     model: ir.Model, packings: Mapping[str, PackedFormat], same: Callable[[str, str], bool], *, library: bool = False
 ) -> dict[str, str]:
-    """Replace float initializers of a model by packed weights without data, and add the nodes that dequantize them.
+    """Replace float initializers of a model by packed weights without data, and add nodes that dequantize them.
 
     Args:
         model: The model.
         packings: The packed format of each initializer; names that the graph lacks are ignored.
-        same: Returns whether two initializers hold the same bytes.
-        library: Whether rows are read by ONNX Runtime's GatherBlockQuantized.
+        same: A function that returns whether two initializers have the same bytes.
+        library: Whether ONNX Runtime's GatherBlockQuantized reads rows of embeddings.
 
     Returns:
-        {initializer: tensor} for each initializer that holds the bytes of a packed weight's tensor under another name.
+        {initializer: tensor} for each initializer that has the bytes of a packed weight's tensor under another name.
     """
     renamed: dict[str, str] = {}
-    ordered: dict[ir.Value, list[tuple[ir.Value, ir.Value]]] = {}  # a product's input: orders, and it in each
+    ordered: dict[ir.Value, list[tuple[ir.Value, ir.Value]]] = {}  # by product's input: (order, reordered input)
     for name, packing in packings.items():
         value = model.graph.initializers.get(name)
         if value is None:
@@ -108,10 +108,10 @@ def _order_input(
     known: dict[ir.Value, list[tuple[ir.Value, ir.Value]]],
     same: Callable[[str, str], bool],
 ) -> None:
-    """Reorder the inputs of matrix products to the stored column order of their packed weight, with Gather nodes.
+    """Reorder the inputs of matrix products by Gather nodes to the column order in which a packed weight is stored.
 
-    The products read the weight through the Transpose `node`. Products with one input and one order share the reordered
-    input.
+    The products read the weight through the Transpose `node`. Products with the same input and order share the
+    reordered input.
     """
     products = [(use, i) for use, i in node.outputs[0].uses()] if permutes(node, [1, 0]) else []
     if not products or any(not is_op(use, "MatMul") or i != 1 for use, i in products):
@@ -133,7 +133,7 @@ def _order_input(
 
 
 class _Putter:
-    """Adds the nodes that dequantize one packed weight to a graph."""
+    """The nodes of a graph that dequantize one packed weight, which this class adds."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class _Putter:
         self.node_count = 0
 
     def component(self, component: str, shape: Sequence[int] | None = None, dtype: str = "") -> ir.Value:
-        """Return the initializer of one tensor of the packed weight, such as its scale, after adding it if needed."""
+        """Return the initializer of one tensor of the packed weight, such as the scale; add it if it is missing."""
         name = component_name(self.name, component)
         if name not in self.graph.initializers:
             kind, sizes = (dtype, shape) if shape is not None else self.components[component]
@@ -185,7 +185,7 @@ class _Putter:
         return value if stored == target else self.node("Cast", [value], to=int(target))
 
     def dense(self) -> ir.Value:
-        """Return the whole dequantized weight, computed by nodes at the beginning of the graph."""
+        """Return the whole dequantized weight, which nodes at the beginning of the graph compute."""
         self.before, kind = self.graph[0], self.packing.kind
         names = ["weight", *parts_after(kind)]
         lines, result = dequantized(names, kind, self.packing.group, axis=1)
@@ -225,7 +225,7 @@ class _Putter:
         self.graph.remove(gather, safe=True)
 
     def floats(self, component: str, ids: ir.Value) -> ir.Value:
-        """Return the scales or minimums of the gathered rows as float32 [B, T, groups, 1]."""
+        """Return the scales or minimums of gathered rows as float32 [B, T, groups, 1]."""
         picked = self.node("Gather", [self.component(component), ids], axis=0)
         picked = self.cast(picked, TYPES[self.packing.scale_dtype], ir.DataType.FLOAT)
         last = self.constant([-1])
@@ -241,7 +241,10 @@ class _Putter:
         return self.node("Unsqueeze", [picked, last])
 
     def library_embedding(self, gather: ir.Node) -> None:
-        """Replace a Gather of the weight's rows by a GatherBlockQuantized, whose zero points are half of the range."""
+        """Replace a Gather of the weight's rows by ONNX Runtime's GatherBlockQuantized.
+
+        Without zero points, GatherBlockQuantized subtracts half of the range from unsigned numbers.
+        """
         self.before = gather
         packing, (n, k) = self.packing, self.shape
         groups, ids = k // packing.group, gather.inputs[1]

@@ -1,7 +1,7 @@
-"""Weights that are not copies of a checkpoint's tensor.
+"""Weights of an artifact that are not copies of one tensor of the checkpoint.
 
-They are packed weights of a quantized checkpoint, weights that the build quantizes, or weights that have to be
-computed. All are computed when they are written, in blocks of rows.
+They are packed weights of a quantized checkpoint, weights that the build rounds to fewer bits, and weights that are
+assembled from several tensors. All of them are computed when they are written, in blocks of rows.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class ComputedSpec:
-    """An initializer whose bytes are computed from a weight of the checkpoint, and not copied."""
+    """An initializer whose bytes are computed from a weight of the checkpoint instead of copied."""
 
-    name: str  # name in the graph
-    source: Source  # source of its rows
-    dtype: Dtype  # dtype that the graph declares
-    shape: tuple[int, ...]  # shape that the graph declares
+    name: str  # name in the ONNX graph
+    source: Source  # source of the initializer's rows
+    dtype: Dtype  # dtype that the ONNX graph declares
+    shape: tuple[int, ...]  # shape that the ONNX graph declares
 
     @property
     def components(self) -> dict[str, PackedTensor]:
-        """The tensors that store an initializer: weight, scale and so on of a packed weight, or only the weight."""
+        """The tensors that store the initializer: weight, scale and so on of a packed weight, or only the weight."""
         packing = self.source.packing
         return (
             {"weight": PackedTensor(self.dtype, self.shape)} if packing is None else packing.tensors(*self.source.shape)
@@ -49,9 +49,9 @@ def component_name(initializer: str, component: str) -> str:
 
 
 def component_blocks(spec: ComputedSpec) -> Iterator[tuple[str, Iterator[Array]]]:
-    """Yield (tensor, its bytes block by block) for each of an initializer's `spec.components`, in order.
+    """Yield (name, bytes block by block) for each tensor that stores an initializer, in the order of `components`.
 
-    Each tensor is read to its end before the next.
+    Each tensor must be read to its end before the next one.
     """
     packing, source = spec.source.packing, spec.source
     if packing is None:

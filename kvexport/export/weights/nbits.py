@@ -1,9 +1,9 @@
 """Packed weights in the layout of ONNX Runtime's MatMulNBits, GatherBlockQuantized and QMoE, which run on GPUs.
 
-Their numbers are unsigned, and 2^(bits - 1) stands for 0 if there is no zero point. Their groups are powers of two, and
-every row of zero points begins at a byte. All conversions are exact: a signed number gets the offset, a larger group is
-divided into smaller ones with the same scale, numbers of a table and of 5 or 6 bits become numbers of 8 bits, and
-products of scales and super-scales become float32.
+Numbers in this layout are unsigned, and without a zero point 2^(bits - 1) stands for 0. Groups (inputs that share a
+scale) are powers of two, and every row of zero points begins at a byte. All conversions are exact: 2^(bits - 1) is
+added to a signed number, a larger group is divided into smaller ones with the same scale, numbers of a table and of 5
+or 6 bits become numbers of 8 bits, and products of scales and super-scales become float32.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ GROUPS = (128, 64, 32, 16)
 
 
 def nbits_format(packing: PackedFormat, inputs: int) -> PackedFormat:
-    """Return the format in which a packed weight with `inputs` inputs is stored; a group has a multiple of 16 inputs.
+    """Return the format in which MatMulNBits' layout stores a packed weight with `inputs` inputs.
 
-    The numbers of a signed format have the offset.
+    Groups of the given format must have a multiple of 16 inputs. If the result is signed, 2^(bits - 1) is added to each
+    stored number.
     """
     bits = 8 if packing.table or packing.bits > 4 else 4
     signed = packing.signed or bool(packing.table)
@@ -41,7 +42,7 @@ def nbits_format(packing: PackedFormat, inputs: int) -> PackedFormat:
 
 @dataclass(frozen=True)
 class NBits:
-    """A packed weight of a checkpoint, or one that the build rounds, in this layout."""
+    """A packed weight, from a checkpoint or rounded by the build, in the layout of ONNX Runtime's MatMulNBits."""
 
     source: Source
 
@@ -76,12 +77,12 @@ class NBits:
             yield converted
 
     def order(self) -> NDArray[np.int64]:
-        """Return the stored order [inputs] of the columns."""
+        """Return the order [inputs] in which the columns of the weight are stored."""
         return self.source.order()
 
 
 def _numbers(block: Mapping[str, Array], old: PackedFormat, new: PackedFormat, shape: tuple[int, int]) -> Array:
-    """Return the numbers of rows [rows, inputs] as the bytes of the new format."""
+    """Return the numbers of a block of rows [rows, inputs] as bytes of the format `new`."""
     if not old.table and old.bits == new.bits:
         flipped = (0x88 if new.bits == 4 else 0x80) if new.signed else 0
         result: Array = block["weight"].reshape(-1).view(np.uint8) ^ np.uint8(flipped)
@@ -93,7 +94,7 @@ def _numbers(block: Mapping[str, Array], old: PackedFormat, new: PackedFormat, s
 
 
 def nbits_specs(specs: list[Spec]) -> list[Spec]:
-    """Return the specs of an artifact's weights with packed weights in this layout, or in floats if it cannot be."""
+    """Return the specs of an artifact's weights with packed weights in MatMulNBits' layout, or in floats."""
     return [replace(spec, source=_stored(spec.source)) if isinstance(spec, ComputedSpec) else spec for spec in specs]
 
 

@@ -1,8 +1,8 @@
 """Quantization at build time: a float weight of a checkpoint is rounded to 4 or 8 bits in groups of inputs.
 
-Each group gets the scale with the smallest squared error of a few candidates. A candidate maps the value with the
+Each group gets the scale with the smallest squared error among a few candidates. A candidate maps the value with the
 largest magnitude to the lowest number, or slightly beyond it, with either sign. The candidate is then fitted to the
-rounded numbers by least squares, and the numbers are rounded again. For normally distributed weights in 4 bits the
+rounded numbers by least squares, and the numbers are rounded again. For normally distributed weights in 4 bits, the
 squared error is 0.9 times that of the first candidate alone, and 1.02 times that of a search through 80 scales.
 """
 
@@ -22,11 +22,11 @@ from kvexport.tensor_files.casting import read_rows, row_blocks
 from kvexport.tensor_files.entry import TensorEntry
 
 Floats = NDArray[np.float32]
-# Of the scale that takes the largest value to the lowest number.
+# Candidates for a group's scale, relative to the scale that maps the largest value to the lowest number
 SHARES = {4: (1.0, 0.9, 0.8, -8 / 7, -1.0), 8: (1.0,)}
-ZERO_SHARES = {4: (1.0, 0.9, 0.8), 8: (1.0,)}  # of the range from the least to the largest value
-BLOCK_BYTES = 1 << 18  # in float32; what stays in the cache of one core
-_LEAST_SCALE = np.float32(2.0**-24)  # of float16, so that no group that holds anything has a scale of 0
+ZERO_SHARES = {4: (1.0, 0.9, 0.8), 8: (1.0,)}  # with zero points: relative to the range of the group's values
+BLOCK_BYTES = 1 << 18  # bytes of a block of rows in float32, which stays in the cache of one core
+_LEAST_SCALE = np.float32(2.0**-24)  # the least positive float16, so that no scale becomes 0
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Rounded:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """The shape in an artifact: that of `shape`, or [experts, outputs, inputs] of experts."""
+        """The shape of the weight in an artifact: [outputs, inputs], or [experts, outputs, inputs] for experts."""
         whole: tuple[int, ...] = getattr(self.entry, "full_shape", self.entry.shape)
         return whole
 
@@ -69,12 +69,12 @@ class Rounded:
             yield from (values[rows.start : rows.stop] for rows in row_blocks(len(values), 4 * k, BLOCK_BYTES))
 
     def order(self) -> NDArray[np.int64]:
-        """Raise NotImplementedError, because rounded weights have no stored order of their columns."""
+        """Raise NotImplementedError: rounded weights have their columns in the order of the input features."""
         raise NotImplementedError
 
 
 def fitting_group(group: int, inputs: int) -> int | None:
-    """Return the largest quantization group that divides `inputs`, among `group` and its halves; None if none does."""
+    """Return the largest group of inputs, among `group` and its halves, that divides `inputs`; None if none does."""
     while group >= GROUPS[0]:
         if inputs % group == 0:
             return group
@@ -86,7 +86,7 @@ def round_groups(
     groups: Floats, packing: PackedFormat, *, positive: bool = False
 ) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
     low, high = packing.lowest, packing.lowest + (1 << packing.bits) - 1
-    # Groups are columns here: sums over the first dimension are of whole vectors.
+    # Groups are columns of this array, so that sums over its first dimension add whole vectors.
     columns = np.ascontiguousarray(groups.reshape(-1, packing.group).T)
     if packing.offset == "zero":
         numbers, scale, zero = _with_zero(columns, high, packing.bits)
@@ -119,7 +119,7 @@ def _with_zero(columns: Floats, high: int, bits: int) -> tuple[Floats, Floats, F
 
 
 def _best(columns: Floats, starts: Sequence[Floats], zero: Floats, low: int, high: int) -> tuple[Floats, ...]:
-    """Return the rounded numbers, scale and error of the scale with the least squared error for each column."""
+    """Return, for each column, the numbers, scale and error of the candidate scale with the least squared error."""
     best: tuple[Floats, ...] = ()
     for start in starts:
         scale = _as_stored(start)
@@ -139,7 +139,7 @@ def _best(columns: Floats, starts: Sequence[Floats], zero: Floats, low: int, hig
 
 
 def _better(kept: tuple[Floats, ...], tried: tuple[Floats, ...]) -> tuple[Floats, ...]:
-    """Return for each column the (numbers, scale, error) with the smaller error, out of `kept` and `tried`.
+    """Return, for each column, the (numbers, scale, error) with the smaller error, out of `kept` and `tried`.
 
     The result is written into `kept`, which is empty at first.
     """
@@ -159,6 +159,6 @@ def _rounded(columns: Floats, scale: Floats, zero: Floats, low: int, high: int) 
 
 
 def _as_stored(scale: Floats) -> Floats:
-    """Return quantization scales rounded to float16 as they are stored, but never 0."""
+    """Return quantization scales rounded to float16, as they are stored, but never 0."""
     stored = scale.astype(np.float16).astype(np.float32)
     return np.where(np.abs(stored) < _LEAST_SCALE, _LEAST_SCALE, stored)

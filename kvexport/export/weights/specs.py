@@ -65,7 +65,7 @@ def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spe
     specs: list[Spec] = []
     for name, initializer in names.items():
         parameter = parameters[name]
-        dtype: Any = str(parameter.dtype).removeprefix("torch.")  # a few of a float16 model stay float32
+        dtype: Any = str(parameter.dtype).removeprefix("torch.")  # a few parameters of a float16 model stay float32
         shape = tuple(parameter.shape)
         plain = name in sources and getattr(assembled.get(name), "layout", PLAIN) == PLAIN
         if name in assembled and not plain:
@@ -103,9 +103,9 @@ def stored_specs(specs: list[Spec], recipe: Recipe) -> list[Spec]:
 
 
 def rounded_formats(model: Any, recipe: Recipe) -> Iterator[tuple[str, PackedFormat | str]]:
-    """Yield (parameter, its format, or the reason why it stays in floats) if the recipe rounds weights.
+    """Yield (parameter, its packed format or why it stays in floats) if the recipe rounds weights.
 
-    The parameters are projections, the head, the embeddings and the experts.
+    The parameters are projections, the output head, the embeddings and the experts.
     """
     section = recipe.weights
     if section.bits is None:
@@ -132,7 +132,7 @@ def rounded_formats(model: Any, recipe: Recipe) -> Iterator[tuple[str, PackedFor
             continue
         bits = section.bits if bits_setting == "same" else bits_setting
         group = fitting_group(section.group, module.weight.shape[1])
-        # Rows of an embedding are picked one by one, and zeros of four bits could begin within a byte.
+        # Rows of an embedding are read one by one, and a row of 4-bit zero points could begin in the middle of a byte.
         zero = not section.symmetric and bits_setting == "same" and module is not head and isinstance(module, nn.Linear)
         if group is None:
             yield f"{prefix}.weight", _no_group(section)
@@ -163,7 +163,7 @@ def _problem(packing: PackedFormat, recipe: Recipe, *, picked: bool = False) -> 
 
 
 def weight_bytes(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> int:
-    """Return the bytes of the weights in an artifact; tied weights count once."""
+    """Return the bytes of the weights in an artifact; tied weights (one tensor for several parameters) count once."""
     if checkpoint.files:
         return total_bytes(stored_specs(weight_specs(checkpoint, model, recipe), recipe))
     return sum(_parameter_bytes(model, recipe).values())
@@ -184,7 +184,7 @@ def expert_bytes(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> tuple[in
 
 
 def _parameter_bytes(model: Any, recipe: Recipe) -> dict[str, int]:
-    """Return the bytes of every parameter in an artifact; tied ones count once."""
+    """Return the bytes of every parameter in an artifact; tied parameters count once."""
     formats, layouts = _packed_only(rounded_formats(model, recipe)), expert_layouts(model)
     sizes = {}
     for name, parameter in model.named_parameters():
@@ -209,8 +209,8 @@ def _embeddings(model: Any) -> set[str]:
 def _why_floats(source: Source, recipe: Recipe, *, picked: bool) -> str:
     """Return why a packed weight of the checkpoint is stored as floats in the artifact; "" if it stays packed.
 
-    With `picked`, the weight is an embedding whose rows are read one by one. Its columns then have to be in order, and
-    every row of zero points has to begin at a byte.
+    With `picked`, the weight is an embedding whose rows are read one by one. Its columns then must not be reordered,
+    and every row of zero points has to begin at a byte.
     """
     packing = source.packing
     assert packing is not None

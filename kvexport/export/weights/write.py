@@ -1,7 +1,7 @@
 """The writer of a checkpoint's tensors into an artifact as ONNX external data, block by block.
 
-Memory does not grow with the model. `kvexport.artifact` writes the manifest, syncs the files, and removes the staging
-folder of a build that failed.
+The memory that it needs does not grow with the model. `kvexport.artifact` writes the manifest, syncs the files, and
+removes the staging folder of a build that failed.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ LARGE_TENSOR_BYTES = 64 << 10
 PAGE_BYTES = 4096
 SMALL_ALIGNMENT_BYTES = 64
 
-# What a file system answers that cannot hard-link this file, or not from here.
+# Errors of file systems that cannot hard-link a file, or cannot link it into the target folder
 _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    name: str  # name in the graph
+    name: str  # name in the ONNX graph
     entry: TensorEntry
-    dtype: Dtype  # dtype that the graph declares
-    shape: tuple[int, ...]  # shape that the graph declares
+    dtype: Dtype  # dtype that the ONNX graph declares
+    shape: tuple[int, ...]  # shape that the ONNX graph declares
 
     @property
     def nbytes(self) -> int:
@@ -64,13 +64,13 @@ Key: TypeAlias = "tuple[TensorEntry | Source, Dtype]"
 
 
 class WrittenWeights(NamedTuple):
-    locations: dict[str, Location]  # place of each initializer; for packed weights of each of their tensors
-    digests: dict[str, str]  # sha256 (hex) of every written file, by its path in the staging folder
+    locations: dict[str, Location]  # place of each initializer, or of each tensor of a packed one
+    digests: dict[str, str]  # SHA-256 (hex) of every written file, by its path in the staging folder
 
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """Written weights in `folder`, to which every artifact with the same weight specs `specs` can link."""
+    """Written weights in `folder`, to which every artifact with the same weight specs can link."""
 
     folder: Path
     specs: tuple[Spec, ...]
@@ -78,10 +78,7 @@ class SharedWeights:
 
 
 def total_bytes(specs: Sequence[Spec]) -> int:
-    """Return the bytes that the progress of `write_weights` adds up to for these weight specs.
-
-    Tied tensors count once.
-    """
+    """Return the number of bytes that `write_weights` writes for these specs; tied tensors count once."""
     return sum(spec.nbytes for spec in _distinct(specs))
 
 
@@ -112,12 +109,12 @@ def _check_computed(spec: ComputedSpec) -> None:
 
 
 def write_weights(specs: Sequence[Spec], staging: Path, progress: Callable[[int], None]) -> WrittenWeights:
-    """Write every weight of `specs` into one file, `decoder.weights`: copied, cast to its spec's type, or computed.
+    """Write every weight of `specs` into the file `decoder.weights`: copied, cast to its spec's type, or computed.
 
     Two specs with the same checkpoint entry and dtype, or with the same source, share their bytes. Equal permutations
-    of columns are written once. Tensors of 64 KiB and more begin at a multiple of 4096 bytes (ONNX Runtime maps them),
-    smaller ones at a multiple of 64. Peak memory is some tens of MiB for tensors of any size. `progress` receives the
-    number of bytes that were written since its last call.
+    of columns are written once. Tensors of 64 KiB and more begin at a multiple of 4096 bytes, because ONNX Runtime maps
+    them; smaller ones begin at a multiple of 64. Peak memory is some tens of MiB, however large the tensors are.
+    `progress` receives the number of bytes that were written since its last call.
     """
     if len({spec.name for spec in specs}) != len(specs):
         raise ValueError("two specs have the same initializer name")
@@ -127,7 +124,7 @@ def write_weights(specs: Sequence[Spec], staging: Path, progress: Callable[[int]
         data = _DataFile(stream, hasher)
         for spec in _distinct(specs):
             placed[_key(spec)] = data.append_all(spec, progress)
-        # The artifact is synced when it is published; then there is nothing left to wait for.
+        # The artifact is synced when it is published, which is faster if the weights are on the disk by then.
         sync(stream)
     digests = {DATA_FILE: data.hexdigest()}
     components = {
@@ -139,7 +136,7 @@ def write_weights(specs: Sequence[Spec], staging: Path, progress: Callable[[int]
 def link_shared(shared: SharedWeights, staging: Path, progress: Callable[[int], None]) -> WrittenWeights:
     """Hard-link the weight files of `shared` into the folder `staging`, or copy them if the file system cannot link.
 
-    `progress` is called as in `write_weights`. An OSError passes through.
+    `progress` receives the number of bytes of all weights. An OSError passes through.
     """
     for name in shared.written.digests:
         try:
@@ -192,11 +189,11 @@ class _DataFile:
         return self._digest.hexdigest()
 
     def _write(self, block: bytes | memoryview) -> None:
-        self._hashed.result()  # no more than one block waits
+        self._hashed.result()  # at most one block waits to be hashed
         self._hashed = self._hasher.submit(self._digest.update, block)
         self._stream.write(block)
         if hasattr(os, "posix_fadvise"):
-            # Linux starts to write these pages to the disk, and the sync at the end has less to wait for.
+            # Linux starts to write these pages to the disk, so that the sync at the end has less to wait for.
             os.posix_fadvise(self._stream.fileno(), self._size, len(block), os.POSIX_FADV_DONTNEED)
         self._size += len(block)
 

@@ -28,15 +28,14 @@ class AsyncEngine:
             async for token in engine.astream("Once upon a time"):
                 print(token.text, end="")
 
-    A thread runs the engine's steps from the first request until the engine is closed. If a task is cancelled, or stops
-    reading a stream, its request ends.
+    A thread runs the engine's steps from the first request until the engine is closed. If an asyncio task is cancelled,
+    or stops reading its stream of tokens, the task's request ends.
 
     Attributes:
-        engine: The engine. While the thread runs, other threads may call it too.
+        engine: The engine. Other threads may call it too, even while it answers asyncio tasks.
     """
 
     def __init__(self, engine: Engine) -> None:
-        """Wrap an engine for asyncio. The first request starts the thread that runs the engine's steps."""
         self.engine = engine
         self._thread: EngineThread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -44,13 +43,11 @@ class AsyncEngine:
         self._failure: BaseException | None = None
 
     async def __aenter__(self) -> AsyncEngine:
-        """Enter the context manager and return this asyncio engine."""
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Leave the context manager: cancel all requests and close the engine."""
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -70,7 +67,7 @@ class AsyncEngine:
         logits_processor: Processors = None,
         **overrides: Any,
     ) -> Completion:
-        """Answer one prompt. Arguments and errors are those of `Engine.generate`; `asyncio.gather` answers several."""
+        """Answer one prompt, and return the completion. Arguments and errors are those of `Engine.generate`."""
         request = await self._request(prompt, settings, adapter, logits_processor, overrides)
         return await self._completion(request)
 
@@ -101,7 +98,7 @@ class AsyncEngine:
         logits_processor: Processors = None,
         **overrides: Any,
     ) -> Completion:
-        """Answer a conversation. Arguments and errors are those of `Engine.chat`."""
+        """Answer a conversation of chat messages. Arguments (except `stream`) and errors are those of `Engine.chat`."""
         prepare = partial(self.engine._prepare_chat, messages, settings, tools, tool_choice, response_format)
         ids, images, generation, plan = await asyncio.to_thread(prepare, **overrides)
         processors = as_processors(logits_processor)
@@ -128,7 +125,7 @@ class AsyncEngine:
         return completion
 
     async def _tokens(self, request: Request) -> AsyncGenerator[Token, None]:
-        """Add a request to the engine, and yield its tokens. The request is cancelled when the iterator ends early."""
+        """Add a request to the engine and yield its tokens. Closing the iterator early cancels the request."""
         added: asyncio.Queue[None] = asyncio.Queue()
         taken = 0
         try:
@@ -137,7 +134,7 @@ class AsyncEngine:
                 await added.get()
                 if self._failure is not None:
                     raise KvexportError(f"the engine's thread has ended: {self._failure}") from self._failure
-                finished = request.state is FINISHED  # before the tokens are read: none comes afterwards
+                finished = request.state is FINISHED  # read before the tokens: a finished request gets no more
                 for token in request.tokens[taken:]:
                     taken += 1
                     yield token
@@ -163,7 +160,7 @@ class AsyncEngine:
     async def _call(self, function: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._started().call(function))
 
-    # ---- in the engine's thread ----
+    # ---- methods that run in the engine's thread ----
 
     def _add(self, request: Request, queue: asyncio.Queue[None]) -> None:
         self._queues[self.engine.add(request)] = request, queue
@@ -184,5 +181,5 @@ class AsyncEngine:
 
     def _notify(self, queue: asyncio.Queue[None]) -> None:
         assert self._loop is not None
-        with suppress(RuntimeError):  # the loop is closed, and nobody waits
+        with suppress(RuntimeError):  # the event loop is closed, so no task waits for tokens
             self._loop.call_soon_threadsafe(queue.put_nowait, None)

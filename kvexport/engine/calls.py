@@ -23,19 +23,17 @@ from kvexport.images.rows import call_images
 
 @dataclass(frozen=True)
 class Ahead:
-    """A decode call that the device computes while the host does not know its logits."""
+    """A decode call that has begun on the device, and whose logits the host has not read yet."""
 
-    # Requests, in the order of their lanes. Those that have ended since do not need their logits.
+    # Requests of the call, in the order of their lanes. A request that ended after the call began needs no logits.
     requests: Sequence[Request]
-    rows: Pending  # A function that waits for the logits
+    rows: Pending  # a function that waits for the logits and returns them
 
 
 class ModelCalls:
-    """The engine's calls of the model: they read chunks of prompts, decode, and verify drafted tokens."""
-
     def __init__(self, pool: LanePool, forks: Forks, chunk: int, max_length: int) -> None:
         self.ahead: Ahead | None = None
-        self._row_seconds = 0.0  # of one row (one token of one lane) in recent calls for prompts
+        self._row_seconds = 0.0  # of one row (one token of one lane), on average over recent prefill calls
         self._pool, self._forks = pool, forks
         self._chunk, self._max_length = chunk, max_length
 
@@ -45,7 +43,7 @@ class ModelCalls:
         return int(seconds / self._row_seconds) if self._row_seconds else 0
 
     def prefill(self, requests: Sequence[Request], prefixes: Prefixes | None) -> list[Request]:
-        """Read the next chunk of each request's prompt in one model call. The requests must have neighbouring lanes."""
+        """Read the next prompt chunk of each request in one model call. The requests' lanes must be neighbours."""
         start = time.perf_counter()
         chunks = [request.ids[request.done :][: self._chunk] for request in requests]
         unread = [request.lane for request, chunk in zip(requests, chunks, strict=True) if len(chunk) < request.unread]
@@ -69,8 +67,8 @@ class ModelCalls:
     def decode(self, requests: Sequence[Request], drafter: Drafter | None, *, steady: bool = False) -> list[Request]:
         """Decode the next token of each request in one model call, and return the requests that got tokens.
 
-        The call covers all lanes up to the last of these requests. Other lanes among them get no token, and their state
-        does not change.
+        The call covers all lanes up to the last request's lane. Lanes without one of the requests get no token, and
+        their KV caches do not change.
         """
         start = time.perf_counter()
         if self.ahead is None and steady and drafter is None and self._may_follow(requests):
@@ -93,21 +91,22 @@ class ModelCalls:
         return [self.choose(request, rows, request.lane) for request in requests]
 
     def _may_follow(self, requests: Sequence[Request]) -> bool:
-        """Return whether the device can foresee the next token of each request, from the largest logits alone."""
+        """Return whether the device itself can choose each request's next token: that of the largest logit."""
         return self._pool.state.runs_ahead and all(request.is_foreseen(self._max_length) for request in requests)
 
     def _begin(self, requests: Sequence[Request], decode: Callable[..., Pending]) -> Pending:
         """Append a token to the lane of each request without a merge, and return a function that waits for the logits.
 
-        The lengths of the call are those of all requests, and `decode` may take the tokens from the device.
+        `decode` gets each request's last token, but may take the tokens that the device chose itself
+        (`ModelState.follow`).
         """
         return self._pool.lanes.begin(decode, _last_tokens(requests), first=0)
 
     def take_ahead(self, *, follow: bool) -> list[Request]:
-        """Read the logits of the call that runs ahead, and return the requests that got tokens from them.
+        """Read the logits of the decode call that the device has begun, and return the requests that got tokens.
 
-        A request may have ended since the call began. Its lane is then cleared before another request gets it, so the
-        token that this call appended to it has no effect.
+        With `follow`, the next decode call begins first. A request may have ended after its call began. Its lane is
+        cleared before another request gets the lane, so the token that the call appended there has no effect.
         """
         start, call = time.perf_counter(), self.ahead
         assert call is not None
@@ -129,16 +128,17 @@ class ModelCalls:
         return requests
 
     def forget_ahead(self) -> None:
-        """Wait for the call that runs ahead, whose requests have ended, and drop its logits."""
+        """Wait for the decode call that the device has begun, if there is one, and drop the call's logits."""
         call, self.ahead = self.ahead, None
         if call is not None:
             call.rows()
 
     def _verify(self, requests: Sequence[Request], drafts: Sequence[Tokens], start: float) -> list[Request]:
-        """Verify drafted tokens in one model call, which reads the last token and the draft of each lane.
+        """Verify drafted (guessed) tokens in one model call, which reads the last token and the draft of each lane.
 
-        Every row of logits gives a token, up to the first token that differs from the draft. The rest of the draft is
-        rolled back. `start` is the time at which the step began.
+        Each row of logits gives one token of the answer, up to the first token that differs from the draft. The draft's
+        tokens from there on are removed from the KV cache. `start` is the time (time.perf_counter()) at which the step
+        began.
         """
         lanes = self._pool.lanes
         tokens: list[Tokens] = [()] * (requests[-1].lane + 1)
@@ -187,7 +187,7 @@ class ModelCalls:
 
 
 def _last_tokens(requests: Sequence[Request]) -> list[Tokens]:
-    """Return the last token of each request, by lane, up to the last lane; no token for the other lanes."""
+    """Return the last token of each lane's request, up to the last lane. Lanes without a request get no token."""
     tokens: list[Tokens] = [()] * (requests[-1].lane + 1)
     for request in requests:
         tokens[request.lane] = (request.last_token,)
@@ -195,5 +195,5 @@ def _last_tokens(requests: Sequence[Request]) -> list[Tokens]:
 
 
 def _timings(requests: Sequence[Request]) -> Iterable[Timing]:
-    """Return the timing records of requests, each record once; requests of one bundle share a record."""
+    """Return the timing records of requests, each once. Requests that were submitted together share a record."""
     return {id(request.timing): request.timing for request in requests}.values()

@@ -1,4 +1,4 @@
-"""Completions of prompts that are submitted together, from a loop over the engine's steps."""
+"""Completions (whole answers) of prompts that are submitted together, from a loop over the engine's steps."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ class Completion:
     Attributes:
         prompt_tokens: The number of tokens of the prompt.
         token_ids: The generated token ids, an eos token included.
-        text: The text; "" if the artifact has no tokenizer.
+        text: The generated text; "" if the artifact has no tokenizer.
         finish_reason: The reason why the answer ended; None while it goes on.
-        logprobs: The log probability of each token; empty unless `GenerationSettings.logprobs` is set.
-        top_logprobs: The likeliest tokens and their log probabilities in place of each token; empty like `logprobs`.
-        reasoning: The reasoning before the answer, if `Engine.chat` was called with tools, or if the model's answers
-            have channels. Otherwise the text includes it.
-        tool_calls: The calls of tools, if `Engine.chat` was called with tools.
+        logprobs: The log probability of each generated token; empty unless `GenerationSettings.logprobs` is set.
+        top_logprobs: For each generated token, the likeliest token ids in its place with their log probabilities; empty
+            unless `GenerationSettings.logprobs` is set.
+        reasoning: The reasoning that the model wrote before the answer, if `Engine.chat` was called with tools, or if
+            the model's answers have channels. Otherwise `text` includes the reasoning.
+        tool_calls: The model's calls of tools, if `Engine.chat` was called with tools.
     """
 
     prompt_tokens: int
@@ -49,7 +50,7 @@ class Completion:
             self.top_logprobs.append(token.top_logprobs)
 
     def split(self, plan: AnswerPlan) -> Completion:
-        """Split the text of the whole answer into text, reasoning and tool calls, and return the completion."""
+        """Move reasoning and tool calls out of the text of the whole answer, and return this completion."""
         answer = plan.answer()
         answer.add(self.text, self.finish_reason)
         self.text, self.reasoning, self.tool_calls = answer.text, answer.reasoning, answer.calls
@@ -60,21 +61,21 @@ class Steps(Protocol):
     """The methods of an engine that `tokens_of` needs to run requests.
 
     Attributes:
-        timing: The token counts and durations of the last call; `tokens_of` sets them.
+        timing: The token counts and durations of the latest call of `tokens_of`, which sets this attribute.
     """
 
     timing: Timing
 
     def add(self, request: Request) -> int:
-        """Queue a request until it gets a lane of the batch. See `EngineCore.add`."""
+        """Queue a request until it gets a lane of the batch, and return its number."""
         ...
 
     def cancel(self, request_id: int) -> bool:
-        """End a request of the engine by its number. See `EngineCore.cancel`."""
+        """End a request of the engine by its number. Return False if the request had finished already."""
         ...
 
     def step(self) -> list[Request]:
-        """Advance all requests of the engine by one step. See `EngineCore.step`."""
+        """Advance all requests of the engine by one step, and return those that got tokens or failed."""
         ...
 
 
@@ -86,8 +87,8 @@ def tokens_of(
     Args:
         engine: The engine.
         requests: The requests.
-        bundle: The data that the requests share.
-        on_prefill: Called with the prompt tokens read so far and their total number.
+        bundle: The timing record and the queue of new tokens that the requests share.
+        on_prefill: A function called with the number of prompt tokens read so far and the number of all prompt tokens.
     """
     engine.timing = bundle.timing
     done, total = 0, sum(len(request.prompt) for request in requests)

@@ -42,9 +42,9 @@ class EngineCore:
     `step` advances every request that was added. Threads may share an engine: they take turns step by step, and their
     requests run together.
 
-    A running request has one lane, which is one row of the batch. The engine allocates lanes when they are needed, at
-    least doubling their number each time, up to `options.lanes`. The state of existing lanes is then copied. Further
-    requests wait.
+    A running request has one lane, which is one row of the batch. The engine allocates lanes when requests need them,
+    up to `options.lanes`, and at least doubles their number each time. It copies the KV caches of the existing lanes
+    then. Requests without a lane wait.
     """
 
     def __init__(
@@ -70,27 +70,27 @@ class EngineCore:
         self.generation_config = read_json(path / "generation_config.json")
         self.timing = Timing()
         self.preemptions = 0
-        # Copying a lane from a GPU takes longer than reading a prompt of its length again.
+        # On a GPU no prefix is saved: a copy of a lane to the host takes longer than reading its tokens again.
         saves = options.prefix_memory and model.in_host_memory
         self.prefixes = Prefixes(limits.prefill_chunk, options.prefix_memory) if saves else None
         self.drafter = drafter_of(manifest) if options.drafts else None
         self._scheduler = Scheduler(self.max_batch, limits.prefill_chunk, self._follows)
-        self._requests: dict[int, Request] = {}  # those that have not finished
+        self._requests: dict[int, Request] = {}  # requests that have not finished
         self._pool = LanePool(self.lanes, self.max_batch)
         self._forks = Forks(self._scheduler, self._pool)
         self._calls = ModelCalls(self._pool, self._forks, limits.prefill_chunk, self.max_length)
         self._turns = Turns()
-        self._early: list[Request] = []  # they got a token after the latest step
+        self._early: list[Request] = []  # requests that got a token between two steps; the next step returns them
         self._closed = False
-        if self._periodic:  # what the machine lacks is found now, and a file takes its room now and no more later
+        if self._periodic:  # allocates the full caches of periodic selection now, in memory or in a file
             self._pool.make(self.max_batch if manifest.recipe.cache.periodic.store else 1, others=False)
 
     # ---- the life of an engine ----
 
     def close(self) -> None:
-        """Cancel all requests and free the KV caches. The weights are freed with the last engine of the model.
+        """Cancel all requests and free the KV caches. The weights are freed when no other engine uses the model.
 
-        A closed engine refuses requests. Closing it again does nothing.
+        A closed engine refuses requests. Closing an engine again does nothing.
         """
         with self._turns:
             for request_id in list(self._requests):
@@ -128,7 +128,7 @@ class EngineCore:
     def reserve(self) -> Lanes:
         """Allocate the KV caches of all lanes that requests may ever use, so that memory does not grow later.
 
-        Call it when no request runs. Every call returns the same lanes.
+        `reserve` may be called only while no request runs. All calls of `reserve` return the same lanes.
         """
         with self._turns:
             self._calls.forget_ahead()
@@ -143,7 +143,7 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        """Whether a request of the engine waits or runs, or the next step returns a request."""
+        """Whether a request waits or runs, or got a token that the next step returns."""
         return self._scheduler.busy or bool(self._early)
 
     # ---- requests ----
@@ -181,8 +181,8 @@ class EngineCore:
     def preempt(self, request_id: int) -> Snapshot:
         """End a request that waits or runs, and return its state as a snapshot.
 
-        `Request((), start=snapshot)` continues it, and gets the tokens that this request would have got. On a GPU the
-        request may get one more token before it ends.
+        `Request((), start=snapshot)` continues the answer, with the tokens that the preempted request would have got.
+        On a GPU the request may get one more token before it ends.
         """
         with self._turns:
             if self._calls.ahead is not None:
@@ -201,7 +201,7 @@ class EngineCore:
             return request.snapshot
 
     def step(self) -> list[Request]:
-        """Run one engine step: prefill one chunk of a prompt, and decode one token of every request past its prompt."""
+        """Run one engine step: read one prompt chunk, and decode one token of every request whose prompt is read."""
         with self._turns:
             self._require_open()
             if self._calls.ahead is not None and not self._goes_on():
@@ -219,13 +219,13 @@ class EngineCore:
     # ---- the parts of a step ----
 
     def _goes_on(self) -> bool:
-        """Return whether the next step decodes for exactly the requests of the call that runs ahead."""
+        """Return whether the next step decodes for exactly the requests of the decode call that has begun."""
         call = self._calls.ahead
         assert call is not None
         return self._scheduler.decodes_only and all(request.state is DECODING for request in call.requests)
 
     def _catch_up(self) -> list[Request]:
-        """Read the logits of the call that runs ahead, so that every lane holds the tokens that the host knows."""
+        """Read the logits of the decode call that the device has begun, so that no call is in progress."""
         call = self._calls.ahead
         assert call is not None
         work = Schedule(decode=[request for request in call.requests if request.state is DECODING])
@@ -267,7 +267,7 @@ class EngineCore:
         return advanced
 
     def _finish(self, work: Schedule) -> None:
-        """Free the lanes of finished requests, and store the snapshots of those with `Request.keep`."""
+        """Free the lanes of finished requests, and store a snapshot of each that has `Request.keep` set."""
         self._forks.forget()
         for request in self._scheduler.update(work):
             self._requests.pop(request.id, None)
@@ -283,7 +283,7 @@ class EngineCore:
         timing.over_budget += round(max(0.0, len(request.ids) - lanes.budget))
 
     def _take_out(self, request: Request, reason: FinishReason) -> None:
-        if request.keep and not request.places[request.done :].any():  # a snapshot holds no images
+        if request.keep and not request.places[request.done :].any():  # snapshots hold no unread images
             request.snapshot = self._snapshot(request)
         self._requests.pop(request.id)
         request.finish(reason)
@@ -295,7 +295,7 @@ class EngineCore:
         return request.snapshot_with(saved, self.origin)
 
     def _park(self, request: Request) -> None:
-        """Save the state of a request's lane, free the lane, and put the request back in the queue."""
+        """Save the state of a request's lane, free the lane, and put the request back in the waiting queue."""
         saved = self._pool.lanes.save(request.lane)
         self._scheduler.remove(request)
         request.park(saved)
@@ -316,7 +316,7 @@ class EngineCore:
         return self.prefixes.leads(request, prefilling)
 
     def _give_lanes(self, admitted: Sequence[Request]) -> list[Request]:
-        """Bring each admitted request's lane to its starting state: empty, a prefix, a snapshot or a fork's parent."""
+        """Set each admitted request's lane to its start: empty, saved prefix or snapshot, or copy of a prompt."""
         running = self._scheduler.running()
         self._pool.make(max(request.lane for request in admitted) + 1, others=len(running) > len(admitted))
         advanced = []
@@ -362,7 +362,7 @@ class EngineCore:
         return GenerationSettings.from_generation_config(self.generation_config, **overrides)
 
     def encode(self, prompt: Prompt, *, after: Snapshot | None = None) -> Ids:
-        """Return the token ids of a prompt, [n] int64."""
+        """Return the token ids of a prompt, [n] int64, after those of the snapshot `after` that it continues."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UsageError("the artifact has no tokenizer.json, so a prompt cannot be text", "pass token ids")

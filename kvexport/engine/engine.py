@@ -31,8 +31,8 @@ from kvexport.language.tools import check_tools, choose
 class Engine(EngineCore):
     """An inference engine: a loaded model that answers prompts with `generate`, `stream` and `chat`.
 
-    These are loops over `step`, which advances every request of every caller. The engine is a context manager; leaving
-    it closes the engine. `EngineCore` lists the attributes.
+    `generate`, `stream` and `chat` are loops over `step`, which advances the requests of all callers. An engine is a
+    context manager; leaving the context closes the engine.
     """
 
     def with_options(self, options: EngineOptions) -> Engine:
@@ -46,13 +46,11 @@ class Engine(EngineCore):
         return other
 
     def __enter__(self) -> Engine:
-        """Enter the context manager and return this engine."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Leave the context manager: cancel all requests and close the engine."""
         self.close()
 
     def stream(
@@ -68,20 +66,22 @@ class Engine(EngineCore):
     ) -> Iterator[Token]:
         """Generate answers token by token, for one prompt or for several at once.
 
-        Closing the iterator cancels its requests. If the iterator is neither read nor closed, its requests advance with
-        the steps of other calls.
+        Closing the iterator cancels its requests. If the iterator is neither read nor closed, its requests still
+        advance with the steps that other callers run.
 
         Args:
-            prompts: Text or token ids, or a list of either. As many run at once as the artifact has lanes
-                (`limits.max_batch`); the others wait.
-            settings: The settings; None takes `self.settings(**overrides)`.
+            prompts: Text or token ids, or a list of either. At most `EngineOptions.lanes` prompts run at once; the
+                others wait.
+            settings: The generation settings; None takes the checkpoint's settings, changed by `overrides`.
             images: The images of the prompt, or a list of images for each prompt: paths, bytes of files, or images of
-                Pillow. They stand where the prompt has the model's marker (`<image>` in most models), or before it.
-            adapter: The name of the LoRA adapter that answers; None for the model without one.
+                Pillow. They replace the model's markers in the prompt (`<image>` in most models), or precede a prompt
+                without markers.
+            adapter: The name of the LoRA adapter that answers; None for the model without an adapter.
             logits_processor: A function, or several, called before every token with the token ids of prompt and answer,
                 [n] int64, and the logits, [vocabulary] float32. It returns the logits to choose from.
-            on_prefill: Called after every chunk with the tokens that have been read and the tokens of all prompts.
-            overrides: See `settings`; ignored if `settings` is not None.
+            on_prefill: A function called after every prompt chunk with the number of prompt tokens read so far and the
+                number of all prompt tokens.
+            overrides: Generation settings by name, such as `max_new_tokens=50`; ignored if `settings` is not None.
 
         Yields:
             Tokens in the order in which they are chosen. `Token.sequence` is the number of the prompt.
@@ -105,10 +105,10 @@ class Engine(EngineCore):
 
         Args:
             prompts: Token ids of each prompt, and its encoded images; None without images.
-            settings: The settings.
-            adapter: See `stream`.
-            logits_processor: See `stream`.
-            on_prefill: See `stream`.
+            settings: The generation settings.
+            adapter: The name of the LoRA adapter that answers; None for the model without an adapter.
+            logits_processor: A function, or several, that changes the logits before every token, as in `stream`.
+            on_prefill: A function called after every prompt chunk, as in `stream`.
         """
         batch = [(self.encode(prompt), images) for prompt, images in prompts]
         bundle, processors = Bundle(), as_processors(logits_processor)
@@ -121,7 +121,7 @@ class Engine(EngineCore):
     def _encoded(
         self, prompts: Prompt | Sequence[Prompt], images: Sequence[Any]
     ) -> list[tuple[NDArray[np.int64], PromptImages | None]]:
-        """Return the token ids of each prompt, and its encoded images."""
+        """Return for each prompt its token ids and its encoded images."""
         batch = as_batch(prompts)
         if not images:
             return [(self.encode(prompt), None) for prompt in batch]
@@ -140,7 +140,8 @@ class Engine(EngineCore):
         """Return the token ids of a prompt with images, [n] int64, and the encoded images, for `Request.images`.
 
         Args:
-            prompt: Text, or token ids that have a placeholder for each row of the images.
+            prompt: Text, or token ids that have a placeholder for each vector that the image encoder makes of the
+                images.
             images: The images, in their order in the prompt.
             add_special_tokens: Whether the tokenizer adds its special tokens to a text.
 
@@ -171,12 +172,13 @@ class Engine(EngineCore):
         """Generate the complete answer to one prompt, or to several at once.
 
         Args:
-            prompts: Text or token ids, or a list of any number of them. See `stream`.
-            settings: The settings; None takes `self.settings(**overrides)`.
-            images: See `stream`.
-            adapter: See `stream`.
-            logits_processor: See `stream`.
-            overrides: See `settings`; ignored if `settings` is not None.
+            prompts: Text or token ids, or a list of either. At most `EngineOptions.lanes` prompts run at once; the
+                others wait.
+            settings: The generation settings; None takes the checkpoint's settings, changed by `overrides`.
+            images: The images of the prompt, or a list of images for each prompt, as in `stream`.
+            adapter: The name of the LoRA adapter that answers; None for the model without an adapter.
+            logits_processor: A function, or several, that changes the logits before every token, as in `stream`.
+            overrides: Generation settings by name, such as `max_new_tokens=50`; ignored if `settings` is not None.
 
         Returns:
             One completion for each prompt, in the order of the prompts.
@@ -200,7 +202,7 @@ class Engine(EngineCore):
         """Return the token ids of a conversation, [n] int64, up to the beginning of the next answer.
 
         Args:
-            messages: Mappings with "role" and "content".
+            messages: The conversation's messages, mappings with "role" and "content".
             tools: JSON schemas of functions that the model may call.
             variables: Variables of the chat template, such as `enable_thinking`.
 
@@ -228,7 +230,7 @@ class Engine(EngineCore):
             messages: Messages whose content may be a list of parts. A part {"type": "image", "image": IMAGE} has an
                 image: a path, the bytes of a file, or an image of Pillow.
             tools: JSON schemas of functions that the model may call.
-            variables: Variables of the chat template.
+            variables: Variables of the chat template, such as `enable_thinking`.
 
         Raises:
             UsageError: The artifact has no chat template that shows images, or an image cannot be read.
@@ -288,19 +290,19 @@ class Engine(EngineCore):
         """Generate the answer to a conversation of chat messages.
 
         Args:
-            messages: Mappings with "role" and "content", the last one the user's or a tool's. For images see
-                `encode_chat_with_images`.
-            settings: The settings; None takes `self.settings(**overrides)`.
-            tools: Functions that the model may call, as OpenAI's API describes them. The calls are in
-                `Completion.tool_calls`, and its text is what stands beside them and behind the reasoning.
+            messages: Mappings with "role" and "content"; the last message is the user's or a tool's. The content may
+                have images as in `encode_chat_with_images`.
+            settings: The generation settings; None takes the checkpoint's settings, changed by `overrides`.
+            tools: Functions that the model may call, as OpenAI's API describes them. With tools,
+                `Completion.tool_calls` has the calls, and `Completion.text` contains neither calls nor reasoning.
             tool_choice: "auto" (or None), "none", "required" or the name of a tool, as in OpenAI's API.
             response_format: The format of the answer, as in OpenAI's API: {"type": "json_object"}, or {"type":
                 "json_schema", "json_schema": {"schema": ...}}. `GenerationSettings.grammar` is more general.
-            stream: True returns an iterator of tokens, each as soon as it is chosen. Their text includes the calls and
-                the reasoning.
-            adapter: See `stream`.
-            logits_processor: See `stream`.
-            overrides: See `settings`; ignored if `settings` is not None.
+            stream: True returns an iterator that yields each token when it is chosen. The tokens' text includes tool
+                calls and reasoning.
+            adapter: The name of the LoRA adapter that answers; None for the model without an adapter.
+            logits_processor: A function, or several, that changes the logits before every token, as in `stream`.
+            overrides: Generation settings by name, such as `max_new_tokens=50`; ignored if `settings` is not None.
 
         Raises:
             UsageError: The artifact has no chat template, or messages, tools or settings cannot be used.
@@ -320,7 +322,7 @@ class Engine(EngineCore):
         response_format: Mapping[str, Any] | None = None,
         **overrides: Any,
     ) -> tuple[list[int], PromptImages | None, GenerationSettings, AnswerPlan]:
-        """Return an answer's prompt, images and settings, and how its text is split. See `chat`."""
+        """Return a conversation's token ids, images and settings, and the plan that splits the answer's text."""
         generation = settings or self.settings(**overrides)
         form = response_form(response_format)
         if form is not None and generation.grammar is not None:

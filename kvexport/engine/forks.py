@@ -13,8 +13,8 @@ from kvexport.engine.scheduler import Scheduler
 class Forks:
     """The forks of an engine's requests: further answers to a prompt that is read only once.
 
-    A fork copies the prompt's lane if that lane has not changed since the prompt was read. Before the lane changes, its
-    state is saved for later forks.
+    A fork begins with a copy of the lane that read the prompt, if that lane has not changed since. Before such a lane
+    changes, its state is saved for the forks that still wait.
     """
 
     def __init__(self, scheduler: Scheduler, pool: LanePool) -> None:
@@ -30,7 +30,7 @@ class Forks:
             self._parents.append(request)
 
     def keep(self) -> None:
-        """Save, before a step, the lanes that the step will change and that waiting forks start from."""
+        """Save the lanes that waiting forks start from and that the next step will change."""
         for parent in self._parents:
             end = parent.prompt_end
             assert end is not None
@@ -38,7 +38,7 @@ class Forks:
                 parent.prompt_end = replace(end, saved=self._pool.lanes.save(end.lane))
 
     def begin(self, request: Request, parent: Request) -> HostRows:
-        """Copy the state after the prompt into a fork's lane, and return the logits of the fork's first token."""
+        """Copy the KV cache after the prompt into a fork's lane, and return the logits of the fork's first token."""
         end = parent.prompt_end
         assert end is not None
         if end.saved is None:
@@ -49,7 +49,7 @@ class Forks:
         return HostRows(end.row[None])
 
     def forget(self) -> None:
-        """Drop, after a step, the stored prompt states that no waiting fork needs."""
+        """Drop the stored prompt ends (logits and KV caches) that no waiting fork needs any more."""
         for parent in self._parents:
             if not self._scheduler.forks(parent):
                 parent.prompt_end = None

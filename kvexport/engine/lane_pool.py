@@ -13,18 +13,17 @@ from kvexport.state.lane import Saved
 class LanePool:
     """A pool of batch lanes (each with its KV cache), with as many lanes as requests ever ran at once.
 
-    To add lanes while requests run, the pool copies their state into a larger state. The number of lanes at least
-    doubles each time, so that copies are rare.
+    To add lanes while requests run, the pool copies all lanes into a larger state. The number of lanes at least doubles
+    each time, so that copies are rare.
     """
 
     def __init__(self, new: Callable[[int], Lanes], most: int) -> None:
         self._new, self._most = new, most
         self._lanes: Lanes | None = None
-        self._used: dict[int, bool] = {}  # lanes that are not empty, and whether they may hold NaN
+        self._used: dict[int, bool] = {}  # for each lane that is not empty, whether its KV cache may hold NaN
 
     @property
     def lanes(self) -> Lanes:
-        """The batch lanes of the pool; `make` has to be called first."""
         assert self._lanes is not None
         return self._lanes
 

@@ -46,28 +46,29 @@ class Lanes:
         self.prefill_chunk = prefill_chunk
         self.merge_every = merge_every
         self._every_chunk = merge_prompts == "chunks"
-        # Of the KV heads of all layers.
+        # Slots of each KV head of all layers.
         self._capacity, self._budget = plan.heads("capacity"), plan.heads("budget")
         self._merges = np.repeat([layer.merges for layer in plan.caches], [layer.kv_heads for layer in plan.caches])
         self._merges &= self._budget < self._capacity
-        # The KV heads that lose tokens which the model still sees: in a layer with a window, others lose none of them.
+        # Whether a KV head evicts tokens that the model still sees. In a layer with a sliding window, a head whose
+        # budget covers the window evicts none of them.
         windows = np.repeat([layer.sliding_window for layer in plan.caches], [layer.kv_heads for layer in plan.caches])
         self._compresses = self._merges & ((windows == 0) | (self._budget < windows))
-        # Slots used after the last merge [lanes, KV heads]; see `Counters`.
+        # Slots occupied after the last merge [lanes, KV heads]; see `Counters`.
         self._held = np.zeros((lanes, len(self._capacity)), dtype=np.int64)
-        # Counters of a step are Python integers, lane by lane, and its arrays are filled through memory views. Between
-        # two runs of a model numpy's code and page addresses leave the processor's caches, and a call of numpy would
-        # take longer than all other work here. _added: tokens since the last merge. _room: tokens until a cache is
-        # full. _spare: tokens until a cache is over its budget.
+        # A step counts in Python integers, lane by lane, and fills its arrays through memory views. While the model
+        # runs, numpy's code and page addresses leave the processor's caches, so a call of numpy would take longer than
+        # all other work of this class. For each lane, _added has the tokens since the last merge, _room the tokens that
+        # fit after the last merge, and _spare the tokens after which a KV head is at its budget.
         self._added, self._room, self._spare = [0] * lanes, [0] * lanes, [0] * lanes
         self.length = [0] * lanes  # tokens seen
         self.merges = 0  # merges of single lanes
-        self._step = np.zeros((2, lanes, 1), dtype=np.int64)  # one token of every lane, and whether it is real
+        self._step = np.zeros((2, lanes, 1), dtype=np.int64)  # for every lane a token, and 1 if the token is real
         self._step_ids, self._step_counts = (row.data.cast("B").cast("q") for row in self._step)
         self._count(range(lanes))
 
     def clear(self, first: int = 0, last: int | None = None, *, poisoned: bool = False) -> None:
-        """Empty the KV caches of lanes first <= lane < last (default: all). See `LaneState.clear` for `poisoned`."""
+        """Empty the KV caches of lanes first <= lane < last (default: all). `poisoned`: they may contain NaN."""
         last = self.count if last is None else last
         self.state.clear(first, last, poisoned=poisoned)
         self._held[first:last] = 0
@@ -75,18 +76,18 @@ class Lanes:
         self._count(range(first, last))
 
     def counters(self, lane: int) -> Counters:
-        """Return the counters of one lane: used slots after its last merge, tokens since then, and tokens in all."""
+        """Return the counters of one lane: occupied slots after its last merge, tokens since then, tokens in all."""
         return Counters(tuple(self._held[lane].tolist()), self._added[lane], self.length[lane])
 
     def occupied(self, lane: int) -> float:
-        """Return the slots that a lane occupies, averaged over the KV heads that compress; its tokens if none do."""
+        """Return a lane's occupied slots, on average over the KV heads that evict entries; its tokens if none does."""
         if not self._compresses.any():
             return self.length[lane]
         return float(self._held[lane][self._compresses].mean()) + self._added[lane]
 
     @property
     def budget(self) -> float:
-        """The slots of the KV heads that compress, on average; infinite if none do."""
+        """The average budget in slots of the KV heads that evict entries; infinite if no head evicts."""
         return float(self._budget[self._compresses].mean()) if self._compresses.any() else math.inf
 
     def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
@@ -98,19 +99,20 @@ class Lanes:
         return self._state().view(lane)
 
     def write(self, lane: int, state: Mapping[str, NDArray[Any]]) -> None:
-        """Overwrite some state tensors of one lane, with as many used slots as before. See `ModelState.write`."""
+        """Overwrite some state tensors of one lane with tensors that have as many occupied slots as before."""
         self._state().write(lane, state)
 
     def save(self, lane: int) -> Saved:
         """Return the state tensors and counters of one lane, for `restore`.
 
-        Only merges read reference queries, so the queries that will be replaced before the next merge are left out.
+        Reference queries, recent queries that a method keeps for its merges, are left out if newer queries will replace
+        them before the next merge.
         """
         state = without_replaced(self._plan, self.read(lane), self.before_merge(lane))
         return Saved(state, self.counters(lane))
 
     def saved_bytes(self, lane: int) -> int:
-        """Return at most how many bytes `save` copies of a lane: those of its occupied slots, and whole rings."""
+        """Return an upper bound of the bytes that `save` copies of a lane: its occupied slots and ring buffers."""
         used = iter(np.minimum(self._held[lane] + self._added[lane], self._capacity).tolist())
         caches = [
             replace(x, capacity=x.first_slots(max(itertools.islice(used, x.kv_heads)))) for x in self._plan.caches
@@ -118,14 +120,14 @@ class Lanes:
         return replace(self._plan, caches=tuple(caches)).bytes()
 
     def restore(self, lane: int, saved: Saved) -> None:
-        """Load a lane with a saved state, also from another engine with an equal cache plan and merge interval."""
+        """Load a saved lane, also one of another engine with an equal cache plan and merge interval."""
         self._state().write(lane, with_whole_rings(self._plan, saved.state), saved.counters.length)
         self._set(lane, saved.counters)
 
     def before_merge(self, lane: int) -> int:
         """Return the smallest number of tokens that a lane gets before its next merge compresses its KV cache."""
         due = max(self._spare[lane] + 1, 1 if self._every_chunk else self.merge_every)
-        full = self._room[lane] - self.prefill_chunk + 1  # with more tokens the next chunk might not fit
+        full = self._room[lane] - self.prefill_chunk + 1  # with more tokens, the next prompt chunk might not fit
         return max(min(due, full) - self._added[lane], 0)
 
     def copy(self, source: int, target: int) -> None:
@@ -141,11 +143,11 @@ class Lanes:
         self._count((lane,), counters.added)
 
     def _count(self, lanes: Iterable[int], added: int = 0) -> None:
-        """Recount the used slots of lanes after a merge; `added` tokens have been appended since."""
+        """Recount the room of lanes after a merge; `added` tokens have been appended since that merge."""
         for lane in lanes:
             occupied = self._held[lane]
             self._added[lane] = added
-            # Positions are int32, and kernels add up to a capacity to them. A sequence ends before they overflow.
+            # Positions are int32, and kernels add up to a capacity to a position. A sequence ends before one overflows.
             left = MOST - int(self._capacity.max()) - (self.length[lane] - added)
             self._room[lane] = min(int((self._capacity - occupied).min()), left)
             self._spare[lane] = (
@@ -173,7 +175,8 @@ class Lanes:
     ) -> NDArray[np.float32]:
         """Append tokens to lanes, then merge (compress) the KV caches that are due, and return logits.
 
-        A chunk of a prompt may merge at once; decoded tokens merge after every `merge_every` of them.
+        A lane over its budget merges after a prompt chunk (unless prompts merge at their end), or, while it decodes,
+        once it has `merge_every` new tokens.
         """
         decode = self.state.decode if prefill else self.state.advance
         if images is not None:
@@ -189,7 +192,7 @@ class Lanes:
         prefill: bool = False,
         unread: Collection[int] = (),
     ) -> T:
-        """Append tokens to lanes as `append` does, by another decode function; return that function's result."""
+        """Append tokens to lanes as `append` does, with the model call `decode`, and return the call's result."""
         result = self._append(decode, tokens, first or 0, every=first is None)
         waits = () if self._every_chunk else unread
         counts, at_once = [len(t) for t in tokens], prefill and self._every_chunk
@@ -204,16 +207,16 @@ class Lanes:
     def begin(
         self, decode: Callable[[NDArray[np.int64], NDArray[np.int64], int], T], tokens: Sequence[Tokens], *, first: int
     ) -> T:
-        """Append tokens to lanes as `append_by` does, but without a merge; call `merge_due` before the next tokens."""
+        """Append tokens to lanes with the model call `decode`, and leave merges to a later call of `merge_due`."""
         return self._append(decode, tokens, first)
 
     def merge_due(self, lanes: Sequence[int]) -> None:
-        """Merge (compress) the KV caches of those of the lanes, in ascending order, whose decoded tokens require it."""
+        """Merge (compress) those KV caches of `lanes` (in ascending order) that are due after decoded tokens."""
         if due := [lane for lane in lanes if self._is_due(lane, at_once=False)]:
             self._merge(due)
 
     def draft(self, tokens: Sequence[Tokens], *, first: int) -> NDArray[np.float32]:
-        """Append each lane's last token and drafted tokens without a merge; call `settle` for each lane then."""
+        """Append each lane's last token and drafted tokens without a merge; call `settle` for each lane afterwards."""
         return self._append(self.state.decode, tokens, first)
 
     def settle(self, lane: int, rejected: int) -> None:

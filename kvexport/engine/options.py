@@ -15,15 +15,15 @@ class EngineOptions:
         lanes: The largest number of sequences that run at once, at most the artifact's `limits.max_batch`; None takes
             that limit.
         max_waiting: The largest number of requests that may wait for a lane; None sets no bound.
-        latency_budget: The longest time in seconds that one call may spend on the prompts of several requests, while
-            decoding requests wait for it; None sets no bound. A call always reads at least one chunk.
-        preempts: Whether a waiting request takes the lane of a running request with a higher `priority` number, which
-            continues later.
+        latency_budget: The longest time in seconds that one model call may spend on the prompts of several requests,
+            while decoding requests wait for it; None sets no bound. A call always reads at least one prompt chunk.
+        preempts: Whether a waiting request takes the lane of a running request with a higher `priority` number. The
+            preempted request continues later.
         prefix_memory: Bytes for saved states of prompt prefixes, so that a prefix that several prompts share is read
-            once; 0 saves none. On a GPU none are saved.
-        drafts: Whether the engine drafts tokens if the artifact's recipe sets `speculate.draft`.
-        ahead: Whether a GPU may begin the next decode call before the host has read the tokens of the one before, if
-            all of them are greedy. Answers are the same without.
+            once; 0 saves none. On a GPU no prefixes are saved.
+        drafts: Whether the engine drafts (guesses) tokens if the artifact's recipe sets `speculate.draft`.
+        ahead: Whether a GPU may begin the next decode call before the host has read the tokens of the previous one, if
+            all requests decode greedily. The answers do not depend on this option.
 
     Raises:
         UsageError: A value is out of range.
@@ -38,7 +38,6 @@ class EngineOptions:
     ahead: bool = True
 
     def __post_init__(self) -> None:
-        """Raise UsageError for engine options that are out of range."""
         for name in ("max_waiting", "latency_budget", "prefix_memory"):
             value = getattr(self, name)
             if value is not None and value < 0:

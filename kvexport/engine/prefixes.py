@@ -1,8 +1,8 @@
-"""Prefix cache: the beginning that many prompts share is read once.
+"""Prefix cache: the beginning that several prompts share is read once.
 
-After a chunk of a prompt was read and merged, its lane may be saved under the hash of all tokens so far. Chunk borders
-count from the beginning of the sequence, so a prompt with the same beginning has the same chunks. It continues from the
-saved lane, and gets the same tokens as without the cache.
+After a prompt chunk was read and merged, the KV cache of its lane may be saved under the hash of all tokens so far.
+Chunk borders count from the beginning of the sequence, so prompts with the same beginning have the same chunks. A later
+prompt continues from the saved KV cache, and gets the same answer as without the prefix cache.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kvexport.engine.lanes import Lanes
 from kvexport.engine.request import PREFILLING, Request
 from kvexport.state.lane import Saved
 
-Keys = dict[int, bytes]  # border -> hash of a prompt's tokens up to there
-_REMEMBERED = 1 << 16  # the most hashes of passed borders that are stored
+Keys = dict[int, bytes]  # chunk border -> hash of the prompt's tokens before it
+_REMEMBERED = 1 << 16  # the largest number of hashes of earlier prompts' chunk borders that are stored
 
 
 class Prefixes:
@@ -38,7 +38,8 @@ class Prefixes:
     def keys(self, ids: NDArray[np.int64], adapter: str | None = None) -> Keys:
         """Return the hashes of a prompt's tokens up to each chunk border before its last token.
 
-        The last token is always read, because its logits are needed. Prompts of different adapters share no hash.
+        The last token is always read, because the logits after it are needed. Prompts for different LoRA adapters share
+        no hash.
         """
         hashed, keys = hashlib.sha256((adapter or "").encode()), Keys()
         for border in range(self.chunk, len(ids), self.chunk):
@@ -49,7 +50,7 @@ class Prefixes:
     def begin(self, request: Request) -> Saved | None:
         """Return the state of the longest saved prefix of a request's prompt; None to read the whole prompt.
 
-        The borders at which the request's lane should be saved are added to `request.borders`.
+        The chunk borders at which the request's lane should be saved are added to `request.borders`.
         """
         keys = request.keys
         read = next((border for border in reversed(keys) if keys[border] in self._saved), 0)
@@ -70,8 +71,8 @@ class Prefixes:
     def _borders(self, keys: Keys, read: int) -> set[int]:
         """Return the chunk borders at which a prompt's KV cache should be saved for later prompts.
 
-        These are the last border, some earlier ones at doubling distances, and the last border that another prompt
-        passed too: the next prompt is likely to branch off there.
+        These borders are the last one, earlier ones at doubling distances from it, and the last border that an earlier
+        prompt shares, because the next prompt is likely to differ from there on.
         """
         last, back = max(keys, default=0), self.chunk
         borders = {last}
@@ -84,7 +85,7 @@ class Prefixes:
     def leads(self, request: Request, prefilling: Iterable[Request]) -> bool:
         """Return whether a prompt that is being read will soon save a prefix that this request can start from.
 
-        It is faster to wait for that lane than to read the same tokens again.
+        Waiting for that prefix is faster than reading its tokens again.
         """
         keys = request.keys
         have = next((border for border in reversed(keys) if keys[border] in self._saved), 0)
@@ -98,13 +99,13 @@ class Prefixes:
     def save(self, requests: Sequence[Request], rows: Rows, lanes: Lanes) -> None:
         """Save the KV caches of requests that have reached a chunk border where a prefix should be saved.
 
-        Lanes that may contain NaN are not saved. `rows` are the logits after the tokens that were read.
+        Lanes that may contain NaN are not saved. `rows` are the logits after the prompt tokens that were read.
         """
         for i, request in enumerate(requests):
             if request.done not in request.borders or not np.isfinite(rows.row(i)).all():
                 continue
             key = request.keys[request.done]
-            # A lane that is too large is not copied.
+            # A lane that exceeds the memory limit is not copied.
             if key in self._saved or lanes.saved_bytes(request.lane) > self.limit:
                 continue
             self._saved[key] = lanes.save(request.lane)

@@ -34,7 +34,7 @@ FinishReason = Literal["stop", "length", "cancelled", "preempted", "error"]
 
 
 class State(Enum):
-    """The states of a request, in order. A request can finish from any state, and be preempted from a lane."""
+    """The states of a request, in order. A request may finish in any state, or lose its lane and wait again."""
 
     WAITING = "waiting"  # it has no lane yet
     PREFILLING = "prefilling"  # it has a lane, and its prompt is read chunk by chunk
@@ -47,21 +47,24 @@ WAITING, PREFILLING, DECODING, FINISHED = State
 
 @dataclass
 class Timing:
-    """Token counts and durations of one `generate` call, or of one request by itself, summed over its sequences.
+    """Token counts and durations of one `generate` call, summed over its prompts, or of a request by itself.
 
     Attributes:
         prompt_tokens: Tokens of the prompts that were read.
         generated_tokens: Generated tokens.
-        prefill_seconds: Seconds of the steps that read the prompts, merges included. Other requests may share a step.
-        decode_seconds: Seconds of the steps that decoded, merges included.
+        prefill_seconds: Seconds of the model calls that read the prompts, merges included. A call may also read prompts
+            of other callers.
+        decode_seconds: Seconds of the decode calls, merges included.
         steps: Decode steps.
-        drafted_tokens: Tokens that were drafted.
-        accepted_tokens: Drafted tokens that were accepted. A step gives one token and the accepted ones.
+        drafted_tokens: Tokens that were drafted (guessed).
+        accepted_tokens: Drafted tokens that were accepted. A decode step gives a sequence one token and its accepted
+            tokens.
         whole_rows: Decoded tokens whose choice needed a whole row of logits from the device; None if logits are on the
             host.
         cache_tokens: Tokens that the KV caches had seen when the requests ended.
-        cache_slots: Slots of the caches that hold these tokens, on average over the KV heads that evict entries.
-        over_budget: Prompt tokens beyond the budget of these KV heads.
+        cache_slots: KV-cache slots that were occupied when the requests ended, on average over the KV heads that evict
+            entries.
+        over_budget: Prompt tokens beyond the average budget of the KV heads that evict entries.
     """
 
     prompt_tokens: int = 0
@@ -78,25 +81,25 @@ class Timing:
 
     @property
     def decoded_tokens(self) -> int:
-        """The number of tokens that decode steps gave: all generated tokens except each sequence's first."""
+        """Decode steps plus accepted drafted tokens: for one sequence, all generated tokens except the first."""
         return self.steps + self.accepted_tokens
 
     @property
     def compression(self) -> str:
-        """How many slots stand for how many tokens, in words."""
+        """The text "N slots stand for M tokens", about the KV caches at the end of the requests."""
         return f"{self.cache_slots:,} slots stand for {self.cache_tokens:,} tokens"
 
 
 @dataclass(eq=False)
 class Bundle:
-    """Data that requests share whose prompts were submitted together: timing figures and new tokens.
+    """Data shared by requests whose prompts were submitted together: token counts, durations and new tokens.
 
-    No request of a bundle decodes before the prompts of all its requests with a lane are read, because this takes the
-    fewest calls.
+    No request of a bundle decodes before the prompts of all its requests that have lanes are read, because this takes
+    the fewest model calls.
 
     Attributes:
-        timing: The token counts and durations of all requests together.
-        new: Tokens of all requests that the caller has not taken yet.
+        timing: The token counts and durations of all requests of the bundle together.
+        new: Tokens of all requests of the bundle that the caller has not taken yet.
     """
 
     timing: Timing = field(default_factory=Timing)
@@ -105,12 +108,12 @@ class Bundle:
 
 @dataclass(frozen=True)
 class PromptEnd:
-    """The state at the end of a prompt (logits and KV cache), from which forks, further answers to it, start.
+    """The logits and the KV cache at the end of a prompt, from which forks (further answers to it) start.
 
     Attributes:
         row: The logits after the prompt [vocabulary].
-        lane: The lane of the prompt.
-        saved: The saved state of that lane; None while the lane is unchanged.
+        lane: The lane that read the prompt.
+        saved: The saved state of that lane; None while the lane has not changed since it read the prompt.
     """
 
     row: NDArray[np.float32]
@@ -124,40 +127,41 @@ class Request:
 
     Attributes:
         prompt: Text or token ids.
-        settings: Generation settings; None for the checkpoint's.
+        settings: Generation settings; None takes those of a snapshot whose answer is resumed, otherwise the
+            checkpoint's.
         bundle: The data shared with the requests that were submitted together; None for a single request.
-        sequence: The number of the prompt within its bundle.
-        start: The snapshot that the prompt continues. With an empty prompt the request resumes the snapshot's own
-            answer.
-        keep: Whether to store a `snapshot` when the request finishes.
-        fork_of: The request whose prompt this one shares. See `fork`.
-        priority: The waiting request with the lowest number gets a lane first; equal numbers in the order of arrival.
+        sequence: The number of the prompt among those that were submitted together.
+        start: The snapshot (saved sequence) that the prompt continues. With an empty prompt the request resumes the
+            snapshot's own answer.
+        keep: Whether the request's state is stored as a `snapshot` when it finishes.
+        fork_of: The request whose prompt this request shares, so that it is read once. See `fork`.
+        priority: The waiting request with the lowest number gets a lane first, among equals the one that came first.
         deadline: A time of `time.monotonic()`. A request that has not got a lane by this time ends with a
             DeadlineError.
-        processors: Functions that change the logits.
-        adapter: The name of the LoRA adapter that answers; None for the model without one, or, if the request resumes a
-            snapshot's answer, for the snapshot's adapter.
+        processors: Functions that change the logits before each token is chosen.
+        adapter: The name of the LoRA adapter that answers; None for the model without an adapter, or, if the request
+            resumes a snapshot's answer, for the snapshot's adapter.
         images: The encoded images of the prompt, from `Engine.encode_with_images`.
-        id: The engine's number of the request, from 1. This and all following attributes are written by the engine.
+        id: The engine's number of the request, from 1. The engine writes `id` and all following attributes.
         state: Waiting, prefilling, decoding or finished.
-        lane: The lane; -1 without one.
+        lane: The request's lane (row of the batch); -1 without one.
         begun: The time of `time.perf_counter()` at which the request first got a lane.
-        parked: The saved lane of a request that was preempted.
+        parked: The saved lane of a request that gave its lane to a request with a lower `priority` number.
         ids: Token ids of `start` and of the prompt, [n] int64.
-        places: For each of `ids` the row of `images` in its place, from 1; 0 for none.
+        places: For each of `ids`, the number (from 1) of the vector of `images` in its place; 0 for none.
         done: The number of `ids` that have been read.
-        tokens: The answer.
+        tokens: The generated tokens.
         finish_reason: The reason why the answer ended.
         error: The error that ended the request.
-        timing: The token counts and durations of the request, or of its bundle.
+        timing: The token counts and durations of the request, or of all requests of its bundle.
         cached_tokens: The number of `ids` that came from a snapshot or a saved prefix.
-        snapshot: The state at the end, if `keep` is set.
-        prompt_end: The end of the prompt, stored until all forks have begun.
-        keys: See `Prefixes.keys`.
-        borders: The borders at which the lane is saved for other prompts.
-        sampler: Chooses the tokens.
-        text: Turns tokens into text; None without a tokenizer.
-        loaded: The adapter of the request; None for the model without one.
+        snapshot: The state when the request finished, if `keep` is set.
+        prompt_end: The logits and KV cache after the prompt, stored until all forks have begun.
+        keys: Hashes of the prompt's beginnings, by which saved prefixes are found (`Prefixes.keys`).
+        borders: The numbers of prompt tokens after which the lane is saved for other prompts with this beginning.
+        sampler: The sampler, which chooses the tokens.
+        text: The detokenizer, which turns tokens into text; None without a tokenizer.
+        loaded: The loaded LoRA adapter of the request; None for the model without one.
     """
 
     prompt: Prompt
@@ -194,17 +198,16 @@ class Request:
     loaded: Adapter | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Set the record of the request's token counts and durations: its own, or that of its bundle of requests."""
         self.timing = Timing() if self.bundle is None else self.bundle.timing
 
     def fork(self, settings: GenerationSettings | None = None) -> Request:
         """Return a request for another answer to the same prompt. Add it to the engine after this request.
 
-        The prompt is read once, and the fork's answer begins from a copy of the lane.
+        The prompt is read once, and the fork's answer begins from a copy of this request's lane.
 
         Args:
-            settings: The settings of the fork; None for those of this request. These give another answer only if tokens
-                are sampled and no seed is set.
+            settings: The settings of the fork; None takes those of this request. With equal settings the fork gets
+                another answer only if tokens are sampled without a seed.
         """
         return Request(
             self.prompt,
@@ -227,7 +230,7 @@ class Request:
         self.id = next(_ids)
 
     def prepare(self, ids: Ids, default: GenerationSettings, grammars: Grammars) -> None:
-        """Make the request's sampler and detokenizer, as its snapshot left them if it resumes one."""
+        """Make the request's sampler and detokenizer; a request that resumes a snapshot continues the snapshot's."""
         start, resumed = self.start, self.start if self._resumes else None
         settings = self.settings or (resumed.settings if resumed else None) or default
         state = resumed.sampler if resumed else None
@@ -254,7 +257,7 @@ class Request:
         self.initialize(ids, sampler, text, done)
 
     def load_adapter(self, adapters: Adapters) -> None:
-        """Look up the LoRA adapter of the request, and check that it is that of the snapshot."""
+        """Look up the request's LoRA adapter; raise SnapshotError if the snapshot to continue has another one."""
         start = self.start
         self.loaded = adapters.get(self.adapter)
         if start is None:
@@ -276,13 +279,13 @@ class Request:
         return self.start is not None and len(self.prompt) == 0
 
     def waiting_state(self, plan: CachePlan) -> Saved:
-        """Return the saved lane that a request without a lane begins with: an empty one if it brings none."""
+        """Return the saved lane with which a waiting request will begin; an empty lane if none was saved."""
         if self.parked is not None:
             return self.parked
         return empty_lane(plan) if self.start is None else self.start.saved
 
     def snapshot_with(self, saved: Saved, origin: Origin) -> Snapshot:
-        """Return a snapshot of the request, whose lane is `saved`."""
+        """Return a snapshot of the request; `saved` is the saved state of its lane."""
         text = None if self.text is None or self.state is FINISHED else self.text.state()
         sampler = self.sampler
         return Snapshot(
@@ -291,19 +294,19 @@ class Request:
 
     @property
     def digest(self) -> str | None:
-        """The digest of the request's adapter; None for the model without one."""
+        """The digest of the request's LoRA adapter; None for the model without one."""
         return None if self.loaded is None else self.loaded.digest
 
     @property
     def keyed_ids(self) -> NDArray[np.int64]:
-        """The `ids`, with keys of images in the places of their rows: equal for equal prompts with equal images."""
+        """The `ids`, with an image's key in place of each of its placeholder tokens: equal for equal images."""
         if self.images is None:
             return self.ids
         return np.where(self.places > 0, self.images.keys[self.places - 1], self.ids)
 
     @property
     def unread(self) -> int:
-        """The number of prompt tokens that no call has read yet."""
+        """The number of prompt tokens that no model call has read yet."""
         return len(self.ids) - self.done
 
     @property
@@ -324,7 +327,7 @@ class Request:
     def is_foreseen(self, max_length: int) -> bool:
         """Return whether the next token is surely that of the largest logit, and the answer may go on after it.
 
-        The result is False if the lane is to be saved at the end of the answer.
+        The result is False if `keep` is set, because the lane is then saved at the end of the answer.
 
         Args:
             max_length: The largest number of tokens of prompt and answer together.
@@ -355,7 +358,7 @@ class Request:
         self.done = self.cached_tokens = done
 
     def read(self, count: int) -> None:
-        """Note that a call read `count` prompt tokens. After the last of them the request changes to decoding."""
+        """Note that a model call read `count` prompt tokens. After the prompt's last token the request decodes."""
         self._require(PREFILLING)
         if not 0 < count <= self.unread:
             raise ValueError(f"{count} tokens read of a prompt that has {self.unread} left")

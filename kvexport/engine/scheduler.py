@@ -1,15 +1,17 @@
 """The scheduler: it assigns batch lanes to requests, and picks the next prompt chunks and the lanes that decode.
 
-- A request gets the lowest free lane, by priority and then by arrival. It keeps the lane until it finishes, or until
-  it moves to a lower free lane: a decode call covers all lanes up to the last one that decodes.
-- Every step reads one chunk of a prompt. Calls alternate between the prompt with the fewest unread chunks and the one
+- Waiting requests get the lowest free lanes, in the order of priority and then of arrival. A request keeps its lane
+  until it finishes, is preempted, or moves to a lower free lane. It moves because a decode call covers all lanes up to
+  the last one that decodes.
+- Every step reads one prompt chunk. Steps alternate between the prompt with the fewest unread chunks and the prompt
   that arrived first. So equal prompts finish in the order of arrival, a short prompt waits for at most one chunk of a
-  longer one, and the first prompt gets at least half of the calls.
-- Chunks of neighbouring lanes join the call if that is cheaper than a call of their own, up to `rows` rows in all.
-  Decoding lanes and new prompts wait for the call.
+  longer one, and the first prompt gets at least half of the prefill calls.
+- Prompt chunks of neighbouring lanes join the same call if that is cheaper than calls of their own, up to `rows` rows
+  (tokens, padding included) in all. Decoding lanes and new prompts wait for the call.
 - If preemption is on, a waiting request takes the lane of the running request with the highest `priority` number, if
   its own number is lower. The preempted request waits again and resumes later.
-- Every step decodes all lanes whose prompts have been read. Requests of one bundle start together (`Request.bundle`).
+- Every step decodes all lanes whose prompts have been read. Requests that were submitted together (`Request.bundle`)
+  begin to decode together.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from typing import NamedTuple
 
 from kvexport.engine.request import DECODING, FINISHED, PREFILLING, WAITING, Request
 
-# The fixed cost of a call, in rows: every weight is read once.
+# The fixed cost of a model call, which reads every weight once, as a number of rows (one token of one lane).
 CALL_ROWS = 32
-# A request with fewer tokens left than this is not moved.
+# A request that may generate fewer further tokens than this is not moved to a lower lane.
 MOVED_TOKENS = 8
 
 
@@ -39,8 +41,6 @@ class Schedule(NamedTuple):
 
 
 class Scheduler:
-    """The scheduler of an engine: it assigns lanes of the batch to requests and plans each step."""
-
     def __init__(
         self, lanes: int, chunk: int, follows: Callable[[Request, Sequence[Request]], bool] = lambda *_: False
     ) -> None:
@@ -52,7 +52,7 @@ class Scheduler:
         self._prefilling: list[Request] = []
         self._first_next = False  # whether the prompt that arrived first gets the next call
         self._decoding: list[Request] = []  # in the order of their lanes
-        self._joining: list[Request] = []  # they have a lane from this step on, and decode from the next step on
+        self._joining: list[Request] = []  # requests that got a lane in this step and decode from the next step on
 
     @property
     def busy(self) -> bool:
@@ -82,10 +82,10 @@ class Scheduler:
         ]
 
     def displaced(self) -> Request | None:
-        """Return the running request that must give its lane to a waiting one with a lower `priority` number, or None.
+        """Return the running request that gives its lane to a waiting one with a lower `priority` number, or None.
 
-        It is the running request with the highest number, the latest among equals. A request whose forks are about to
-        begin keeps its lane. If a lane is free, the result is None.
+        It is the running request with the highest number, the latest among equal numbers. A request whose forks are
+        about to begin keeps its lane. If a lane is free, the result is None.
         """
         if None in self.lanes or not self.waiting:
             return None
@@ -183,8 +183,8 @@ class Scheduler:
     def _chunks(self) -> list[Request]:
         """Return the requests whose next prompt chunks one prefill call reads together.
 
-        All chunks of a call are padded to the longest, so neighbours join only if padding costs less than a call of
-        their own.
+        All chunks of a call are padded to the longest chunk, so requests in neighbouring lanes join a call only if the
+        padding costs less than a call of their own.
         """
         if not self._prefilling:
             return []

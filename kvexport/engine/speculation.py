@@ -19,9 +19,9 @@ from kvexport.artifact.manifest import Manifest
 from kvexport.engine.lanes import Lanes
 from kvexport.engine.request import Request
 
-# Returns a draft for each request that decodes in these lanes, at most as long as the request has room for.
+# A function that returns a draft (guessed next tokens) for each decoding request, no longer than its answer may get.
 Drafter = Callable[[Sequence[Request], Lanes], list[list[int]]]
-LONGEST, SHORTEST = 4, 2  # tokens of an n-gram
+LONGEST, SHORTEST = 4, 2  # lengths in tokens of the n-grams that are searched
 
 
 def drafter_of(manifest: Manifest) -> Drafter | None:
@@ -39,10 +39,10 @@ def draft_ngrams(requests: Sequence[Request], lanes: Lanes, *, tokens: int, max_
 
 
 def follow(ids: NDArray[np.int64], count: int) -> list[int]:
-    """Return the `count` tokens that followed the longest n-gram at the end of `ids` [n] when it last occurred before.
+    """Find the longest n-gram at the end of `ids` [n] that occurs earlier, and return the `count` tokens after it.
 
-    If `ids` ends before `count` tokens, the found tokens are repeated. The result is empty if no n-gram of at least
-    SHORTEST tokens occurs earlier.
+    The last earlier occurrence counts. If fewer than `count` tokens follow, they are repeated. The result is empty if
+    no n-gram of at least SHORTEST tokens occurs earlier.
     """
     ends = np.arange(len(ids) - 1)  # candidate ends of earlier n-grams
     place = -1

@@ -19,8 +19,6 @@ log = logging.getLogger("kvexport.engine")
 
 
 class EngineThread:
-    """Runs the steps of an engine while there are requests, and calls functions for other threads between two steps."""
-
     def __init__(
         self,
         engine: EngineCore,
@@ -45,7 +43,7 @@ class EngineThread:
             raise EngineEndedError("the engine's thread has ended, so the engine answers nothing any more")
         future: Future[T] = Future()
         self._calls.put((function, future))
-        if self._dead:  # the thread may have ended just before, and refused what waited then
+        if self._dead:  # the thread may have refused all waiting calls and ended before this `put`
             self._refuse_calls()
         return future
 
@@ -55,7 +53,6 @@ class EngineThread:
         self._calls.put((lambda: None, Future()))
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until the thread has ended, at most `timeout` seconds."""
         self._thread.join(timeout)
 
     def _run(self) -> None:
@@ -91,7 +88,7 @@ class EngineThread:
         try:
             advanced = self.engine.step()
         except Exception:
-            # The requests that took part have the error. The others go on.
+            # The requests of the failed step have finished with the error. All others go on.
             log.error("a step of the engine failed", exc_info=True)
             advanced = [request for request in running if request.state is FINISHED]
         self._advanced(advanced)

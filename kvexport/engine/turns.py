@@ -21,7 +21,6 @@ class Turns:
         self._waiting: deque[tuple[int, threading.Lock]] = deque()
 
     def __enter__(self) -> None:
-        """Wait for this thread's turn and acquire the fair lock."""
         thread = threading.get_ident()
         with self._mutex:
             if self._owner is None or self._owner == thread:
@@ -33,7 +32,7 @@ class Turns:
             self._waiting.append((thread, gate))
         try:
             gate.acquire()
-        except BaseException:  # an interrupt: leave the queue, or hand the turn on if it came just now
+        except BaseException:  # an interrupt: this thread leaves the queue, or hands on the turn that it just got
             with self._mutex:
                 if (thread, gate) in self._waiting:
                     self._waiting.remove((thread, gate))
@@ -44,7 +43,6 @@ class Turns:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Release the fair lock, or hand it to the thread that has waited longest."""
         with self._mutex:
             self._depth -= 1
             if not self._depth:

@@ -32,12 +32,12 @@ MERGED, PER_EVICTED = 536, 8
 
 
 def most_slots(shared: int) -> int:
-    """Return the most slots of a KV head that MergeCache's CUDA kernels support, by bytes of shared memory."""
+    """Return how many slots per KV head MergeCache's CUDA kernels support with `shared` bytes of shared memory."""
     return (shared - RESERVED - SELECTION) // PER_SLOT
 
 
 def most_evicted(shared: int) -> int:
-    """Return the most slots that MergeCache's CUDA kernels can evict from a KV head, by bytes of shared memory."""
+    """Return how many slots MergeCache's CUDA kernels can evict per KV head with `shared` bytes of shared memory."""
     return (shared - RESERVED - MERGED) // PER_EVICTED
 
 
@@ -60,7 +60,7 @@ def merge_problem(cache: CachePlan, method: Method, capability: tuple[int, int] 
 
 
 def _lacking(cache: CachePlan, shared: int, *, merges: bool) -> str:
-    """Return which KV cache is too large for MergeCache's CUDA kernels, by bytes of shared memory; "" if none is."""
+    """Return which KV cache needs more than `shared` bytes of shared memory in MergeCache's CUDA kernels, or ""."""
     for i, layer in enumerate(cache.caches):
         slots = max(layer.capacity)
         evicted = max(own - budget for own, budget in zip(layer.capacity, layer.budget, strict=True))

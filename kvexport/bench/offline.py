@@ -28,8 +28,6 @@ WARM_UP = 2  # first decode steps, which are not timed
 
 @dataclass(frozen=True)
 class Plan:
-    """The batch sizes, context lengths and chunk sizes that a benchmark measures."""
-
     batches: tuple[int, ...] = (1,)  # numbers of sequences that decode together
     contexts: tuple[int, ...] = (512,)  # numbers of prompt tokens
     chunks: tuple[int, ...] = (0,)  # numbers of prompt tokens per call of prefill; 0 is the artifact's chunk

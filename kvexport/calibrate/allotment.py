@@ -82,7 +82,7 @@ def curves_of(
 def cheapest(
     curve: NDArray[np.float64], slots: int, least: int, most: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
-    """Return the budgets in slots, [n], with the least sum of eviction costs, whose mean is `slots`."""
+    """Return the cache budgets in slots, [n], with a mean of `slots` whose sum of eviction costs is least."""
     counts, total = least + np.arange(curve.shape[1]), slots * len(curve)
     most = np.full(len(curve), counts[-1]) if most is None else most
     low, high = -40.0, 10.0
@@ -97,14 +97,14 @@ def cheapest(
 def shrunk(
     budgets: NDArray[np.int64], slots: int, step: float, most: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
-    """Return budgets of which the part `step` is divided equally, with a mean of `slots`."""
+    """Return cache budgets moved towards equal ones: the part `step` is divided equally; their mean is `slots`."""
     mixed = np.floor((1 - step) * budgets + step * slots).astype(np.int64)
     most = np.full(len(mixed), max(budgets)) if most is None else np.minimum(most, max(budgets))
     return _summing_to(np.minimum(mixed, most), slots * len(mixed), int(min(budgets)), most)
 
 
 def _summing_to(budgets: NDArray[np.int64], total: int, least: int, most: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return budgets changed to the sum `total`, slot by slot and head by head, within the bounds."""
+    """Return cache budgets of KV heads with the sum `total`, changed slot by slot within their bounds."""
     budgets, rest = budgets.copy(), total - int(budgets.sum())
     while rest:
         free = np.flatnonzero(budgets < most if rest > 0 else budgets > least)

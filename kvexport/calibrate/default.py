@@ -1,4 +1,4 @@
-"""The measured budgets of a build: the shares of cache slots that calibration gives each KV head, or equal budgets."""
+"""The measured budgets of a build: the share of cache slots that calibration gives each KV head, or equal budgets."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def with_measured_budgets(
     calibrate: bool | None = None,
     progress: Show = silent,
 ) -> LoadedRecipe:
-    """Return a recipe with measured budgets of KV heads, or the recipe unchanged if none can be measured.
+    """Return a recipe with measured budgets: the share of the cache's slots that calibration gives each KV head.
 
-    In the second case a line tells the user why, unless the user asked for no calibration.
+    The recipe is returned unchanged if it divides the budget itself or its cache evicts nothing. If a calibration is
+    not possible, and the user did not ask for one, the recipe is unchanged and a line tells the user why.
     """
     recipe = loaded.recipe
     if calibrate is False or not _has_a_choice(loaded):

@@ -59,7 +59,6 @@ class CompressedAttention:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]
     ) -> Tensor:
-        """Return the attention output [1, Hq, T, Dv] of one layer with its compressed KV cache."""
         import torch
 
         layer, cache = self.geometry[options["layer"]], self.plan.caches[options["layer"]]

@@ -54,7 +54,6 @@ class HeadCosts:
 
     @property
     def units(self) -> int:
-        """The number of progress steps that the measurement of one text takes."""
         return len(self._geometry) * (FORWARD + BACKWARD)
 
     def of_text(
@@ -91,7 +90,7 @@ class HeadCosts:
 
 
 def sized(recipe: dict[str, Any], length: int, slots: int) -> Recipe:
-    """Return the recipe, given as plain data, with `slots` slots in every head, for texts of `length` tokens."""
+    """Return a recipe with `slots` slots for every KV head and room for texts of `length` tokens, from plain data."""
     cache = {**recipe["cache"], "budget": slots, "slack": None, "allocation": {"kind": "uniform"}}
     limits = {**recipe["limits"], "max_length": length}
     chunk = max(1, min(recipe["export"]["prefill_chunk"], length // CHUNKS))

@@ -44,11 +44,9 @@ class HeadShares:
     shares: list[list[float]]  # shares of the budget by layer and KV head, relative to their mean
 
     def to_json(self) -> dict[str, Any]:
-        """Return the measured costs and the budget shares of all KV heads as JSON values."""
         return {**asdict(self), "setting": f"cache.allocation.shares={self.shares}"}
 
     def sections(self) -> list[Section]:
-        """Return the sections of the report on texts, and on the costs and budget shares of KV heads."""
         cost = np.mean([np.array(costs) for costs in self.costs.values()], 0)
         rows: list[Sequence[str | int | float]] = [
             (layer, head, *(f"{x:.3g}" for x in cost[layer, head]), share)
@@ -186,7 +184,7 @@ def fitted_slots(recipe: Recipe, length: int) -> int:
 
 
 def grouped(measured: Measured) -> Measured:
-    """Return the measured costs of evictions with the mean over the texts of each task."""
+    """Return measured costs of evictions in which the texts of each calibration task are replaced by their mean."""
     groups: dict[str, list[NDArray[np.float64]]] = {}
     for name, cost in measured.costs.items():
         groups.setdefault(name.partition("/")[0], []).append(cost)

@@ -42,7 +42,7 @@ HINT = "--no-calibrate builds at once with equal budgets"
 
 @dataclass(frozen=True)
 class Measured:
-    """The costs of evictions on texts of several kinds."""
+    """The costs of evictions from KV heads' caches, measured on texts of several kinds."""
 
     length: int  # number of tokens of a text to which the budgets refer
     budgets: list[list[int]]  # by layer: measured budgets, in slots of a head that sees at most `seen` tokens
@@ -51,7 +51,7 @@ class Measured:
 
 
 def budgets_of(length: int, least: float) -> list[int]:
-    """Return the budgets in slots whose costs are measured on a text: from 1/32 to 1/2 of the text, in equal ratios."""
+    """Return the cache budgets to measure on a text, in slots: from 1/32 to 1/2 of the text, in equal ratios."""
     low, high = max(length / 32, least), length / 2
     if high < 2 * low:
         raise UsageError(
@@ -63,7 +63,7 @@ def budgets_of(length: int, least: float) -> list[int]:
 
 
 def folder_of(recipe: Recipe, checkpoint: Checkpoint) -> Path:
-    """Return the cache folder with the measurements of one checkpoint under one compression method."""
+    """Return the folder in the user's cache with the calibrations of one checkpoint under one compression method."""
     cache, method = recipe.cache, recipe.cache.build_method()
     settings = [VERSION, repr(method), cache.sinks, cache.recent]
     return cache_folder("calibrations") / json_digest([checkpoint.facts(), settings])[:16]
@@ -120,7 +120,7 @@ def measure(
 
 
 def texts_of_build(shape: ModelShape) -> int:
-    """Return how many texts a build reads; the number depends on the model alone, so that builds agree."""
+    """Return how many texts a build calibrates on; the number depends only on the model, so that builds agree."""
     return max(FEWEST, round(PARAMETERS / _parameters(shape)))
 
 
@@ -134,7 +134,7 @@ def duration(seconds: float) -> str:
 
 
 def _require_memory(recipe: Recipe, shape: ModelShape, length: int) -> None:
-    """Raise EnvironmentProblem if less memory is free than the measurement takes."""
+    """Raise EnvironmentProblem if less memory is free than a calibration takes."""
     need, (_, available) = memory_of(shape, length), machine_memory()
     if 0 < available < need:
         raise EnvironmentProblem(
@@ -163,7 +163,7 @@ def _digest(sample: Sample) -> str:
 
 
 def _read(file: Path, shape: ModelShape) -> NDArray[np.float64] | None:
-    """Return the costs in a file of the cache folder; None if the file is missing, damaged, or of another model."""
+    """Return the costs of evictions in a cached file; None if it is missing, damaged, or of another model."""
     try:
         cost = np.array(json.loads(file.read_text(encoding="utf-8"))["costs"], np.float64)
     except (OSError, ValueError, KeyError, TypeError):
@@ -173,7 +173,7 @@ def _read(file: Path, shape: ModelShape) -> NDArray[np.float64] | None:
 
 
 def _write(file: Path, cost: NDArray[np.float64]) -> None:
-    """Write the costs of a text; the file is whole or absent, even if the process is killed."""
+    """Write the costs of evictions on a text; the file is whole or absent, even if the process is killed."""
     try:
         make_cache_folder(file.parent)
         write_file(file, json.dumps({"costs": np.vectorize(lambda x: float(f"{x:.6g}"))(cost).tolist()}))

@@ -29,19 +29,16 @@ SHORTEST = 256  # a shorter text has too few tokens for caches of several budget
 
 @dataclass(frozen=True)
 class KindOfText:
-    """A text of one kind as token ids."""
-
     kind: str
     ids: Ids  # token ids, with the tokenizer's start tokens
 
     @property
     def digest(self) -> str:
-        """A digest (16 hex digits) of the token ids."""
         return json_digest(self.ids)[:16]
 
 
 def read_kinds(folder: Path | None = None) -> dict[str, str]:
-    """Return the text of every kind by the kind's name: kvexport's own texts, or the text files of a folder."""
+    """Return the calibration text of every kind by the kind's name: kvexport's own, or the text files of a folder."""
     if folder is None:
         return {kind: path.read_text(encoding="utf-8") for kind, path in FILES.items()}
     files = sorted(path for path in folder.glob("*") if path.suffix in (".txt", ".md") and path.is_file())
@@ -54,7 +51,7 @@ def read_kinds(folder: Path | None = None) -> dict[str, str]:
 
 
 def tokenized(checkpoint: Path, kinds: Mapping[str, str], length: int = LENGTH) -> list[KindOfText]:
-    """Return the beginning of every text as at most `length` token ids."""
+    """Return the beginning of every calibration text as at most `length` token ids."""
     if not (checkpoint / FILE_NAME).is_file():
         raise UsageError(f"{checkpoint} has no {FILE_NAME}, without which no text can be read", "put it there")
     tokenizer, texts = Tokenizer.from_folder(checkpoint), []

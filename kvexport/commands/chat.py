@@ -57,11 +57,9 @@ class Chat:
     adapter: str | None = None
 
     def __post_init__(self) -> None:
-        """Begin the conversation with the system's message, if there is one."""
         self.reset()
 
     def reset(self) -> None:
-        """Forget the conversation, except for the system's message."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.snapshot = self.last = None
 

@@ -79,7 +79,6 @@ class Diagnosis:
 
     @property
     def runs(self) -> bool:
-        """Whether this machine can run an artifact with any backend."""
         return not self.verbs["generate"]
 
     def to_json(self) -> dict[str, Any]:
@@ -100,7 +99,6 @@ class Diagnosis:
         }
 
     def sections(self) -> list[Section]:
-        """Return the diagnosis of this machine as sections of a report."""
         from kvexport.report.sections import KeyValues, Paragraph, Table
 
         system = self.system

@@ -100,7 +100,6 @@ def _known_problem(error: BaseException) -> KvexportError | None:
 
 
 def _summary(error: BaseException) -> str:
-    """Return the class of an error and the first line of its message."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 

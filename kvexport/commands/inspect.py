@@ -68,7 +68,6 @@ class Inspection:
     runs_on: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything that is known about the artifact as JSON values."""
         manifest = self.manifest
         batch = manifest.limits.max_batch
         graphs = {
@@ -96,7 +95,6 @@ class Inspection:
         }
 
     def sections(self) -> list[Section]:
-        """Return the inspection of the artifact as sections of a report."""
         from kvexport.plan.memory import layer_table
         from kvexport.report.sections import KeyValues, Table
 

@@ -48,7 +48,7 @@ def require_folder(page: Path | None) -> None:
 
 
 def write_page(path: Path, title: str, subtitle: str, sections: Sequence[Section]) -> None:
-    """Write a report as an HTML page; raise UsageError if the file cannot be written."""
+    """Write a command's report as an HTML page; raise UsageError if the file cannot be written."""
     from kvexport.report.page import render_html
 
     try:

@@ -98,14 +98,13 @@ def answers(engine: Engine, source: Passage, *, known: bool = False) -> list[Ans
 
 
 def _answers_from(saved: Saved, lanes: Lanes, questions: Sequence[Question]) -> list[Answer]:
-    """Answer each question from a copy of a saved lane (the KV cache after a passage), and return the figures."""
     for lane in range(lanes.count):
         lanes.restore(lane, saved)
     return continued(lanes, questions)
 
 
 def continued(lanes: Lanes, questions: Sequence[Question]) -> list[Answer]:
-    """Answer one question in each lane, whose KV cache has read the question's passage, and return the figures."""
+    """Answer one question in each batch lane, whose KV cache has read the question's passage; return the figures."""
     width = lanes.prefill_chunk
     rows = lanes.prefill([np.array(q.ids, dtype=np.int64) for q in questions])
     assert all(len(q.ids) <= width for q in questions)

@@ -84,7 +84,7 @@ class Reference:
 
 
 class Writer:
-    """Writer of a file with the full KV cache's log-probabilities. Positions may come in any order."""
+    """Writer of a file with the full KV cache's log-probabilities of tokens; positions may come in any order."""
 
     def __init__(self, stream: BinaryIO, starts: Sequence[int], vocabulary: int) -> None:
         self._stream, self._starts, self._width = stream, starts, vocabulary * _BYTES

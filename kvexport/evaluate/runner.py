@@ -166,7 +166,6 @@ class Run:
         return samples
 
     def all(self) -> Evaluation:
-        """Measure the full KV cache, then every compression setting, and return all results."""
         smallest = min((setting.budget for setting in self.settings), default=0.0)
         stable = [s for s in self.settings if STABILITY in self.options.tasks and s.budget == smallest]
         self._long = [setting for setting in stable if not self._place(setting)[0].exists()]

@@ -56,7 +56,7 @@ class Vision(NamedTuple):
 
 
 class _Refused(Exception):
-    """The error that says why the image part of a model is not built."""
+    """The error that says why a model is built without its image encoder."""
 
 
 def read_vision(shape: ModelShape, recipe: Recipe) -> Vision | str:
@@ -103,7 +103,7 @@ def _check_model(model: Any, recipe: Recipe) -> None:
 
 
 def _read_spec(folder: Path, config: Any) -> tuple[ImageSpec, int]:
-    """Return how the checkpoint's processor cuts images, and how many dimensions its array of tiles has."""
+    """Return how the checkpoint's image processor cuts images, and how many dimensions its array of tiles has."""
     try:
         processor = read_processor(folder, config)
         spec = image_spec(processor, config)
@@ -115,7 +115,7 @@ def _read_spec(folder: Path, config: Any) -> tuple[ImageSpec, int]:
 
 
 def read_processor(folder: Path, config: Any) -> Any:
-    """Return the checkpoint's processor of transformers, in numpy and Pillow, without its part for videos."""
+    """Return the checkpoint's image processor of transformers, in numpy and Pillow, without its part for videos."""
     kind: Any = PROCESSOR_MAPPING[type(config)]
     reader: Any = AutoImageProcessor
     if not hasattr(kind, "replace_image_token"):
@@ -135,7 +135,7 @@ def read_processor(folder: Path, config: Any) -> Any:
 
 
 def _check_numbers(settings: Any) -> None:
-    """Raise _Refused if a processor's settings have numbers so large that tiles or texts would be huge."""
+    """Raise _Refused if an image processor's settings have numbers so large that tiles or texts would be huge."""
     for value in settings.values() if isinstance(settings, dict) else settings:
         if isinstance(value, dict | list | tuple):
             _check_numbers(value)
@@ -145,7 +145,7 @@ def _check_numbers(settings: Any) -> None:
 
 @contextmanager
 def _without_video(kind: type) -> Iterator[None]:
-    """Let a processor be made without the packages that only videos need, and without checks of its parts."""
+    """Let an image processor be made without packages that only videos need, and without checks of its parts."""
 
     def keep(self: Any, *parts: Any, **named: Any) -> None:
         attributes = dict(zip(("image_processor", "tokenizer"), parts, strict=False))
@@ -260,7 +260,7 @@ def _compare(processor: Any, spec: ImageSpec) -> int:
 
 
 def _rows_of_tiles(texts: Mapping[str, tuple[str | int, ...]]) -> int:
-    """Return the number of placeholder tokens that stand for a tile; raise _Refused if tiles differ in it."""
+    """Return the number of placeholder tokens that stand for an image's tile; raise _Refused if tiles differ."""
     found = set()
     for grid, text in texts.items():
         rows, _, columns = grid.partition("x")

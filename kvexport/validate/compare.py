@@ -61,14 +61,14 @@ WHOLE = {
 
 
 def tolerance_of(table: Mapping[str, Tolerance], *types: str) -> Tolerance:
-    """Return the tolerance for several data types at once: field by field the largest of their entries in `table`."""
+    """Return one tolerance for several data types: field by field, the largest of their entries in `table`."""
     tolerances = [table[name] for name in types]
     return Tolerance(*(max(getattr(x, field.name) for x in tolerances) for field in fields(Tolerance)))
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference between two versions of a tensor, with its tolerance and its place."""
+    """The largest difference between two versions of a state tensor, with its tolerance and its place."""
 
     tensor: str
     difference: float  # size of the difference

@@ -97,7 +97,7 @@ class Comparison:
                     self.locked.state[name][lane] = x[0]
 
     def finish(self) -> None:
-        """Compute the figures that need all steps: the KL of the engine's independent run, and rounding errors."""
+        """Compute the figures that need all calls: the mean KL of the engine's independent run, and rounding errors."""
         self.result.own_kl = float(np.mean(self.independent.kl)) if self.independent.kl else 0.0
         self.result.own_compared, self.result.parted = len(self.independent.kl), self.independent.parted
         for (phase, tensor), pairs in self.errors.items():
@@ -322,7 +322,6 @@ class LockedBackend(LaneState):
     def decode(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
     ) -> NDArray[np.float32]:
-        """Append tokens to all batch lanes by the PyTorch reference, and return logits."""
         assert first == 0 and len(input_ids) == len(self.length), "a reference runs all its lanes"
         feed = {"input_ids": input_ids, "query_length": query_length, "past_length": self.length, **self.state}
         present = self.reference.decode(feed, self.hidden)
@@ -333,7 +332,6 @@ class LockedBackend(LaneState):
         return logits
 
     def merge(self, first: int, last: int) -> None:
-        """Compress the KV cache of each lane first <= lane < last to its budget, by the PyTorch reference."""
         feed = {name: array[first:last] for name, array in self.state.items()}
         present = self.reference.merge(feed)
         self.comparison.merged(feed, present, first)

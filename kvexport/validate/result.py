@@ -59,7 +59,7 @@ def level_of(count: int) -> float:
 
 
 def quantiles_of(errors: NDArray[Any]) -> Quantiles:
-    """Return quantiles of rounding errors; zeros if there are no errors."""
+    """Return the median and other quantiles of rounding errors; zeros if there are no errors."""
     if not errors.size:
         return Quantiles(0.0, 0.0, 0.0, 0.0)
     levels = (0.5, level_of(errors.size), 0.99, 1.0)
@@ -85,7 +85,7 @@ class Rounding:
 
     @property
     def ratio(self) -> float:
-        """The checked quantile of the engine's rounding errors divided by that of PyTorch's."""
+        """The engine's rounding error at the checked quantile, divided by PyTorch's rounding error there."""
         return self.engine.checked / max(self.pytorch.checked, self.least)
 
 
@@ -138,14 +138,14 @@ class ValidationResult:
     seconds: float = 0.0  # duration of the validation
 
     def note(self, mismatch: Mismatch) -> None:
-        """Count a difference beyond its tolerance, and store it if fewer than `KEPT` are stored."""
+        """Count a difference between engine and PyTorch beyond its tolerance, and store the first `KEPT` of them."""
         self.mismatched += 1
         if len(self.mismatches) < KEPT:
             self.mismatches.append(mismatch)
 
     @property
     def mismatch(self) -> Mismatch | None:
-        """The first difference beyond its tolerance; None if there is none."""
+        """The first difference between engine and PyTorch that exceeds its tolerance; None if there is none."""
         return self.mismatches[0] if self.mismatches else None
 
     @property
@@ -196,7 +196,7 @@ class ValidationResult:
 
     @property
     def losses_of_text(self) -> tuple[float, float] | None:
-        """The mean losses of the next token of text, with the full cache and with the engine; None without text."""
+        """The mean losses of the next token of text, with the full KV cache and with the engine; None without text."""
         pairs = [pair for pair in self._rows(self.losses, "text") if pair is not None]
         return (float(np.mean([x[0] for x in pairs])), float(np.mean([x[1] for x in pairs]))) if pairs else None
 

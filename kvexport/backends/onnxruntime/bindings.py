@@ -76,7 +76,7 @@ class SmallTensors:
         self.arrays = self._views(self._host_piece)
 
     def of_lanes(self, count: int) -> SmallTensors:
-        """Return the part of these tensors [lanes, ...] that belongs to the first `count` lanes, in the same memory."""
+        """Return the part of a call's small tensors [lanes, ...] for the first `count` lanes, in the same memory."""
         part = copy(self)
         part._tensors = {name: ((count, *shape[1:]), dtype) for name, (shape, dtype) in self._tensors.items()}
         part.arrays = part._views(self._host_piece)
@@ -103,7 +103,7 @@ class SmallTensors:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Restore the small tensors on the GPU when the context ends, whatever was sent to them meanwhile."""
+        """Restore a call's small tensors on the GPU when the context ends, whatever was sent to them meanwhile."""
         kept = None if self._device_piece is None else np.array(self._device_piece.read())
         yield
         if self._device_piece is not None and kept is not None:

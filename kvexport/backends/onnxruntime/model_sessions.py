@@ -119,11 +119,9 @@ class Sessions:
 
     @property
     def merge(self) -> Any | None:
-        """The ONNX Runtime session of the merge graph, which compresses KV caches; None if no layer merges."""
         return self.session(MERGE) if MERGE in self._open else None
 
     def encode_tile(self, pixels: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the embeddings [rows, hidden] of a tile of an image, whose pixels are [1, 3, height, width]."""
         with self._opening:
             encoder = self.session(VISION)
         rows: NDArray[np.float32] = encoder.run(["image_rows"], {"pixel_values": pixels})[0]
@@ -131,7 +129,6 @@ class Sessions:
 
     @property
     def finder(self) -> Any:
-        """The ONNX Runtime session of the ONNX graph that finds the largest logits of each row."""
         return self.session(TOP_LOGITS)
 
     @property

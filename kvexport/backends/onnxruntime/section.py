@@ -28,12 +28,10 @@ class Section(RecipeSection):
 
 
 def on_gpu(values: Mapping[str, Any]) -> bool:
-    """Return whether a recipe's section `backend:` chooses a GPU."""
     return bool(values.get("device") == "cuda")
 
 
 def of(recipe: Recipe) -> Section:
-    """Return a recipe's section `backend:` with ONNX Runtime's keys."""
     assert isinstance(recipe.backend, Section)
     return recipe.backend
 

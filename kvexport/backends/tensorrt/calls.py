@@ -93,7 +93,6 @@ class Phase:
         return TopLogits(ids, values, float(mass[0]), self.backend.engines.vocabulary)
 
     def row(self, lane: int) -> NDArray[np.float32]:
-        """Return all logits [vocabulary] of a batch lane, copied from the GPU to host memory."""
         row: NDArray[np.float32] = self.outputs.array("logits")[lane, 0]
         self.cuda.copy(row.ctypes.data, self.outputs.pointer("logits") + lane * row.nbytes, row.nbytes, self.stream)
         self.cuda.synchronize(self.stream)

@@ -217,7 +217,6 @@ class EngineBuilder:
             config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
 
     def _errors(self) -> str:
-        """Return TensorRT's last error messages as one text."""
         return "; ".join(self.log.errors[-3:]) or "no reason given"
 
 

@@ -91,7 +91,7 @@ def most_weights() -> str:
 
 
 def require_build_memory(weight_bytes: int) -> None:
-    """Check that a TensorRT engine and its plan fit into a Jetson's memory, before a build that takes minutes."""
+    """Check that a TensorRT engine and its plan file fit into a Jetson's memory, before a build that takes minutes."""
     if JETSON.exists():
         require_memory(2 * weight_bytes, "an engine with its plan", f"{PACK}, at the export on another machine")
 

@@ -70,7 +70,7 @@ class Plans:
 
     @property
     def memory_size(self) -> int:
-        """The bytes of scratch memory that one run of any of the engines needs."""
+        """The bytes of scratch memory that a run needs, for the TensorRT engine that needs most."""
         opened = [engine for engine in (self.decoder, self.merge, self.top_logits) if engine is not None]
         return max(int(engine.device_memory_size_v2) for engine in opened)
 

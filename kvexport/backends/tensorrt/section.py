@@ -61,7 +61,6 @@ def on_gpu(values: Mapping[str, Any]) -> bool:
 
 
 def of(recipe: Recipe) -> Section:
-    """Return a recipe's section `backend:` with TensorRT's keys."""
     assert isinstance(recipe.backend, Section)
     return recipe.backend
 

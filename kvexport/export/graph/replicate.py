@@ -101,7 +101,7 @@ def _find_layers(graph: ir.Graph, prefix: str, plan: CachePlan) -> dict[int, _La
 
 
 def _renamed(name: str, i: int, j: int, prefix: str) -> str | None:
-    """Return what a value that is called `name` in layer i is called in layer j; None for a value that layers share."""
+    """Return the name in layer j of a value that is called `name` in layer i; None for a value that layers share."""
     for start in (prefix, "past_key_values.", "present."):
         if name.startswith(f"{start}{i}."):
             return f"{start}{j}." + name.removeprefix(f"{start}{i}.")

@@ -84,7 +84,7 @@ class PassThroughCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values; for a layer with latent attention, the latents and rotated keys."""
+        """Return the new keys and values; for a layer with latent attention, the latent vectors and rotated keys."""
         self.updated.add(layer_idx)
         _cached.get()[layer_idx] = key_states, value_states
         return key_states, value_states

@@ -53,7 +53,7 @@ class Layout:
         return (shape[0], shape[2], shape[1]) if self.transposed else shape
 
     def to_artifact(self, x: Tensor) -> Tensor:
-        """Return a module's tensor of expert weights [experts, ...] in the layout of an artifact."""
+        """Return a tensor of expert weights [experts, ...] from transformers in the layout of an artifact."""
         if self.transposed:
             x = x.transpose(1, 2)
         return torch.cat([x[:, 0::2], x[:, 1::2]], 1) if self.interleaved else x
@@ -99,7 +99,7 @@ def chosen_shares(model: nn.Module) -> dict[str, float]:
 
 
 def find_forms(model: nn.Module) -> None:
-    """Find out what each expert of a model computes between its two matrix products; raise as `experts_form` does."""
+    """Store, for all experts of a model, what they compute between their matrix products (`experts_form`)."""
     for _, module in expert_modules(model):
         _forms[module] = experts_form(module)
 

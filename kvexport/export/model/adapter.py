@@ -60,7 +60,6 @@ class Adapted:
             yield from (block["weight"] for block in self.base.blocks())
 
     def order(self) -> NDArray[np.int64]:
-        """Raise NotImplementedError: a weight in floats has its columns in the order of the input features."""
         raise NotImplementedError
 
 

@@ -62,7 +62,6 @@ class Assembled:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [rows of all experts, columns] of the assembled parameter as a matrix."""
         columns = self.full_shape[-1]
         return math.prod(self.full_shape) // max(columns, 1), columns
 
@@ -75,7 +74,6 @@ class Assembled:
             yield {"weight": value.contiguous().reshape(-1, self.shape[1]).numpy()}
 
     def order(self) -> Any:
-        """Raise NotImplementedError: a weight in floats has its columns in the order of the input features."""
         raise NotImplementedError
 
     def _read(self, tensors: tuple[Stored, ...], expert: int | None) -> list[Tensor]:

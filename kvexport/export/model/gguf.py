@@ -231,7 +231,6 @@ class GgufWeight:
 
     @property
     def packing(self) -> PackedFormat | None:
-        """Return the format of the packed numbers; None for a matrix of floats."""
         return None if self._layout is None else self._layout.packing
 
     @property
@@ -265,5 +264,4 @@ class GgufWeight:
         )
 
     def order(self) -> NDArray[np.int64]:
-        """Raise NotImplementedError: weights in GGUF files have their columns in the order of the input features."""
         raise NotImplementedError

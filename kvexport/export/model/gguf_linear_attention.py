@@ -77,12 +77,10 @@ class Rearranged:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [outputs, inputs] of the weight."""
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
     @property
     def packing(self) -> PackedFormat | None:
-        """The packed format that every part has; None for floats."""
         return self.parts[0].packing
 
     def blocks(self) -> Iterator[dict[str, Array]]:
@@ -99,7 +97,6 @@ class Rearranged:
         return np.ascontiguousarray(whole.reshape(outputs, width))
 
     def order(self) -> Indices:
-        """Raise NotImplementedError: the columns of the weight are in the order of the input features."""
         raise NotImplementedError
 
 
@@ -115,7 +112,6 @@ class Ordered:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [rows, columns] of the parameter as a matrix."""
         return math.prod(self.full_shape[:-1]), self.full_shape[-1]
 
     def blocks(self) -> Iterator[dict[str, Array]]:
@@ -132,7 +128,6 @@ class Ordered:
         yield {"weight": values.reshape(self.shape)}
 
     def order(self) -> Indices:
-        """Raise NotImplementedError: small tensors have no columns of input features."""
         raise NotImplementedError
 
 

@@ -220,7 +220,7 @@ def _config(gguf: Gguf) -> dict[str, Any]:
 
 
 def _inner_size(meta: Mapping[str, Any]) -> dict[str, int]:
-    """Return the inner size of dense MLP layers for config.json; empty for a file that has only expert layers."""
+    """Return config.json's inner size of dense MLP layers; empty for a GGUF file that has only expert layers."""
     if "expert_feed_forward_length" in meta and "feed_forward_length" not in meta:
         return {}
     return {"intermediate_size": meta["feed_forward_length"]}

@@ -32,7 +32,6 @@ class SmallTensor:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [rows, columns] of the parameter as a matrix."""
         return math.prod(self.full_shape[:-1]), self.full_shape[-1]
 
     def blocks(self) -> Iterator[dict[str, Array]]:
@@ -40,12 +39,11 @@ class SmallTensor:
         yield {"weight": whole.reshape(self.shape) + np.float32(self.plus)}
 
     def order(self) -> NDArray[np.int64]:
-        """Raise NotImplementedError: small tensors have no reordered columns."""
         raise NotImplementedError
 
 
 def experts_of(prefix: str, stored: Mapping[tuple[str, str], TensorEntry]) -> dict[str, Source]:
-    """Return the weights and biases of a layer's experts in the layout of an artifact, by the parameters' names."""
+    """Return the weights and biases of a GGUF layer's experts in the layout of an artifact, by parameter name."""
     gate, up, down = (_required(stored, name, prefix) for name in (GATE_EXPERTS, UP_EXPERTS, DOWN_EXPERTS))
     for entry in (gate, up, down):
         if len(entry.shape) != 3 or entry.shape[0] != down.shape[0] or (entry is up and up.shape != gate.shape):

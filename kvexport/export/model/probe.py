@@ -35,7 +35,7 @@ class _Mask:
         self.visible = visible
 
     def __getitem__(self, index: Any) -> _Mask:
-        """Return the mask itself if `index` selects all of its rows: Gemma 4 indexes masks so."""
+        """Return the attention mask itself if `index` selects all of its rows, as models of Gemma 4 do."""
         if any(part not in (slice(None), slice(0, None)) for part in index):
             raise TypeError(f"{_Mask.__name__} has no part {index}")
         return self

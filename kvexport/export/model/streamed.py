@@ -57,7 +57,7 @@ def _read(checkpoint: Checkpoint, names: Mapping[str, str]) -> Any:
 
 
 def _pick_rows(checkpoint: Checkpoint, tensor: str) -> Any:
-    """Return a hook that reads only the current tokens' rows of the embedding, which may be the largest weight."""
+    """Return a hook that reads only the embedding's rows of the current tokens, as the embedding may be large."""
 
     def hook(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         used, places = torch.unique(args[0], return_inverse=True)

@@ -28,7 +28,7 @@ class Source(Protocol):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [outputs, inputs] of the weight."""
+        """The shape [outputs, inputs] of the weight, a matrix; the rows of several experts follow one another."""
         ...
 
     @property
@@ -46,7 +46,10 @@ class Source(Protocol):
         ...
 
     def order(self) -> NDArray[np.int64]:
-        """Return the order [inputs] in which the columns of an `ordered` (act-order) packed weight are stored."""
+        """Return the permutation [inputs] in which the columns of a packed weight are stored (act-order).
+
+        Only weights whose packed format is `ordered` have one; the others raise NotImplementedError.
+        """
         ...
 
 
@@ -99,7 +102,6 @@ class Dense:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [outputs, inputs] of the weight."""
         return self.packed.shape
 
     def blocks(self) -> Iterator[dict[str, Array]]:
@@ -113,7 +115,6 @@ class Dense:
             yield {"weight": dequantize(packing, len(block[packing.scale]), self.shape[1], stored)}
 
     def order(self) -> NDArray[np.int64]:
-        """Return the stored order [inputs] of the packed weight's columns."""
         return self.packed.order()
 
 
@@ -129,13 +130,11 @@ class PackedExperts:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [experts x outputs, inputs] of the experts' weights as one matrix."""
         experts, outputs, inputs = self.full_shape
         return experts * outputs, inputs
 
     @property
     def packing(self) -> PackedFormat | None:
-        """The packed format that all matrices of the experts have; None for floats."""
         return self.matrices[0].packing
 
     def blocks(self) -> Iterator[dict[str, Array]]:
@@ -143,7 +142,6 @@ class PackedExperts:
             yield from matrix.blocks()
 
     def order(self) -> NDArray[np.int64]:
-        """Raise NotImplementedError: matrices with reordered columns (act-order) are not kept packed."""
         raise NotImplementedError
 
 

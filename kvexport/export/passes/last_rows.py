@@ -30,7 +30,7 @@ ELEMENTWISE = {
 
 
 class Match(NamedTuple):
-    """The nodes of a match: the GatherElements, the tensor [B, T, C] that it picks a row from, and the row's index."""
+    """The GatherElements that picks the last token's row, the tensor [B, T, C] that it reads, and the row's index."""
 
     pick: ir.Node
     data: ir.Value
@@ -69,7 +69,6 @@ def check(match: Match) -> str:
 
 
 def rewrite(match: Match) -> None:
-    """Pick the last token's row right after the last layer's attention, so that the nodes below compute one row."""
     graph, moved = match.pick.graph, _movable(match)
     assert isinstance(graph, ir.Graph)
     for value in _sources(moved):

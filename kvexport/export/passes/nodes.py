@@ -32,13 +32,13 @@ def read_only(value: ir.Value, times: int = 1) -> bool:
 
 
 def dims(value: ir.Value | None) -> Dims:
-    """Return a value's static sizes and names, None for a dimension with neither; empty if the shape is unknown."""
+    """Return a value's dimensions as sizes or names; None for a dimension with neither, () for an unknown shape."""
     shape = value.shape if value is not None else None
     return tuple(d if isinstance(d, int) else d.value for d in shape or ())
 
 
 def known_shape(value: ir.Value | None) -> tuple[int | str, ...]:
-    """Return a value's static sizes and names; empty if one of them is unknown."""
+    """Return a value's dimensions as sizes or names; empty if one of its dimensions is unknown."""
     sizes = dims(value)
     return tuple(d for d in sizes if d is not None) if None not in sizes else ()
 

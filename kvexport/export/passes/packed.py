@@ -133,7 +133,7 @@ def _order_input(
 
 
 class _Putter:
-    """The nodes of a graph that dequantize one packed weight, which this class adds."""
+    """An object that adds to an ONNX graph the nodes that dequantize one packed weight."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class _Putter:
         return node.outputs[0]
 
     def constant(self, numbers: Sequence[int] | Sequence[list[int]], dtype: type = np.int64) -> ir.Value:
-        """Return an initializer with these integers; equal arrays share one initializer."""
+        """Return an initializer of the ONNX graph with these integers; equal arrays share one initializer."""
         array: NDArray[Any] = np.array(numbers, dtype)
         name = f"kvexport.{array.dtype.name}.{'x'.join(map(str, array.shape))}.{'_'.join(map(str, array.ravel()))}"
         if name not in self.graph.initializers:
@@ -298,7 +298,7 @@ class _Putter:
         return self.node("Sub", [value, self.constant([half], np.float32)]) if packing.signed else value
 
     def high(self, ids: ir.Value, shape: ir.Value) -> ir.Value:
-        """Return the upper bits of the numbers of gathered rows, above four bits of 0."""
+        """Return the bits above the lowest four of gathered rows' 5- or 6-bit numbers, with 0 in the lowest four."""
         bits, (_, k) = self.packing.high_bits, self.shape
         picked = self.node("Gather", [self.component("high"), ids], axis=0)
         apart = self.node("Reshape", [picked, self.constant([0, 0, k * bits // 32, 1, 4])])

@@ -52,7 +52,6 @@ class NBits:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [outputs, inputs] of the weight."""
         return self.source.shape
 
     @property
@@ -77,7 +76,6 @@ class NBits:
             yield converted
 
     def order(self) -> NDArray[np.int64]:
-        """Return the order [inputs] in which the columns of the weight are stored."""
         return self.source.order()
 
 

@@ -41,7 +41,6 @@ class Rounded:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [outputs, inputs] of the weight."""
         n, k = self.entry.shape
         return n, k
 
@@ -69,7 +68,6 @@ class Rounded:
             yield from (values[rows.start : rows.stop] for rows in row_blocks(len(values), 4 * k, BLOCK_BYTES))
 
     def order(self) -> NDArray[np.int64]:
-        """Raise NotImplementedError: rounded weights have their columns in the order of the input features."""
         raise NotImplementedError
 
 

@@ -56,7 +56,6 @@ class ColumnPacked:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [outputs, inputs] of the weight."""
         rows, columns = self.qweight.shape
         numbers = 32 // self.packing.bits
         return (columns * numbers, rows) if self.layout == "awq" else (columns, rows * numbers)

@@ -64,7 +64,6 @@ class Float4:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [outputs, inputs] of the weight."""
         n, half = self.weight.shape
         return n, 2 * half
 
@@ -90,7 +89,6 @@ class Float4:
         return product
 
     def order(self) -> NDArray[np.int64]:
-        """Raise NotImplementedError: the columns of 4-bit float weights are in the order of the input features."""
         raise NotImplementedError
 
 
@@ -168,7 +166,6 @@ class TableOf16:
             yield {"weight": values.reshape(len(rows), k)}
 
     def order(self) -> NDArray[np.int64]:
-        """Raise NotImplementedError: the columns of bitsandbytes weights are in the order of the input features."""
         raise NotImplementedError
 
 

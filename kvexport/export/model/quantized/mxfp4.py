@@ -39,13 +39,11 @@ class Mxfp4Experts:
 
     @property
     def full_shape(self) -> tuple[int, int, int]:
-        """The shape [experts, outputs, inputs] of the weights of all experts."""
         experts, outputs, groups, _ = self.weight.shape
         return experts, outputs, groups * GROUP
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [experts x outputs, inputs] of the experts' weights as one matrix."""
         experts, outputs, inputs = self.full_shape
         return experts * outputs, inputs
 
@@ -62,7 +60,6 @@ class Mxfp4Experts:
             yield {"weight": stored, "exponent": exponents}
 
     def order(self) -> NDArray[np.int64]:
-        """Raise NotImplementedError: the columns of MXFP4 weights are in the order of the input features."""
         raise NotImplementedError
 
     @staticmethod

@@ -111,7 +111,6 @@ class Float8:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [outputs, inputs] of the weight."""
         n, k = self.weight.shape
         return n, k
 
@@ -127,7 +126,6 @@ class Float8:
             yield {"weight": float8_values()[stored] * np.repeat(own, wide, axis=1)[:, :k]}
 
     def order(self) -> NDArray[np.int64]:
-        """Raise NotImplementedError: the columns of 8-bit float weights are in the order of the input features."""
         raise NotImplementedError
 
 

@@ -20,7 +20,7 @@ from kvexport.ops.linear import Form
 
 
 class Match(NamedTuple):
-    """A matrix product with LoRA adapters: p, x of n, r, first, second and the Add in this module's figure."""
+    """A projection's Linear node (p in this module's figure), the tensors of its LoRA adapters, and the Add node."""
 
     linear: ir.Node
     data: ir.Value

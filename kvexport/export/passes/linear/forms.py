@@ -24,7 +24,7 @@ def linear_functions(graph: ir.Graph) -> list[onnx.FunctionProto]:
 
 
 def take_floats(graph: ir.Graph) -> None:
-    """Make every Linear node of packed weights multiply with its float input unrounded."""
+    """Make every Linear node with packed weights multiply them with its inputs unrounded, in floats."""
     for node in graph:
         if is_linear(node) and (form := form_of(node)).packed:
             form = replace(form, float_input=1)

@@ -31,7 +31,7 @@ from kvexport.ops.linear import Form
 
 
 class Match(NamedTuple):
-    """The nodes of a gated MLP: p, g, s and y of the figure in this module's docstring.
+    """The nodes of a gated MLP: Linear nodes p and g, the Sigmoid, and products s and y of this module's figure.
 
     If the activation is one node, not SiLU, that node is both `sigmoid` and `silu`.
     """

@@ -64,7 +64,6 @@ def output_check(match: Match) -> str:
 
 
 def output_rewrite(match: Match) -> None:
-    """Replace a Linear, a Reshape and a Transpose by one Linear node with the output [B, H, T, D]."""
     form = replace(form_of(match.linear), output_heads=(_heads(match.reshape.outputs[0]),))
     put_linear([match.linear, match.reshape, match.transpose], match.linear.inputs, form)
 
@@ -91,7 +90,6 @@ def input_check(match: Match) -> str:
 
 
 def input_rewrite(match: Match) -> None:
-    """Replace a Transpose, a Reshape and a Linear by one Linear node with the input [B, H, T, D]."""
     form = replace(form_of(match.linear), input_heads=_heads(match.transpose.outputs[0]))
     inputs = [match.transpose.inputs[0], *match.linear.inputs[1:]]
     put_linear([match.transpose, match.reshape, match.linear], inputs, form)

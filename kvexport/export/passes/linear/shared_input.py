@@ -32,7 +32,6 @@ def check(match: Match) -> str:
 
 
 def rewrite(match: Match) -> None:
-    """Replace Linear nodes that read the same input by one Linear node with several products and outputs."""
     forms = [form_of(linear) for linear in match]
     heads, bias = (tuple(getattr(form, name)[0] for form in forms) for name in ("output_heads", "bias"))
     form = join(Form(output_heads=heads, bias=bias, rotated=(0,) * len(forms)), match)

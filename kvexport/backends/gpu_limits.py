@@ -44,7 +44,7 @@ def most_evicted(shared: int) -> int:
 def merge_problem(cache: CachePlan, method: Method, capability: tuple[int, int] | None = None) -> str:
     """Return why MergeCache's CUDA kernels cannot merge some KV caches of a cache plan; "" if they can.
 
-    Without a compute capability, the answer is for the first kinds of GPU, by falling shared memory, that cannot.
+    Without a compute capability, the text names all kinds of GPU whose thread blocks have too little shared memory.
     """
     policy = method.policy()
     if policy is None:

@@ -44,7 +44,7 @@ def slot_places(plan: CachePlan) -> dict[str, SlotPlace]:
 
 
 def used_slots(votes: NDArray[np.float32], capacity: Sequence[int]) -> int:
-    """Return one plus the highest slot with votes above 0 in any KV head: the number of slots that the lane uses."""
+    """Return one plus the index of the last occupied slot in any KV head: the number of slots that the lane uses."""
     if len({*capacity}) == 1:
         used = np.flatnonzero((votes.reshape(len(capacity), -1) != 0).any(axis=0))
         return int(used[-1]) + 1 if used.size else 0

@@ -30,7 +30,7 @@ class Setting:
 def parse_budgets(text: str) -> list[float]:
     """Return the KV-cache budgets in a list such as "0.125, 1/4, 64".
 
-    Numbers below 1 or with a slash are shares of the prompt's length, all others are slots.
+    Numbers up to 1 are shares of the prompt's length, larger numbers are slots.
     """
     budgets = []
     for word in text.split(","):

@@ -104,7 +104,7 @@ def trace_and_write(
     else:
         write = partial(write_weights, specs, folder)
     with (
-        forked(partial(_merge_bytes, shape.plan, method)) as merge_bytes,  # before there are threads
+        forked(partial(_merge_bytes, shape.plan, method)) as merge_bytes,  # a process with threads cannot fork
         progress("tracing the model, writing its weights", total_bytes(specs)) as bar,
         in_background(write, bar.advance) as writing,
     ):

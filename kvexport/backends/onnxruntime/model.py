@@ -141,7 +141,7 @@ class OnnxRuntimeState(ModelState):
         return self._enqueue(first, len(input_ids), 0)()
 
     def begin(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Pending:
-        for turn in (1, 0):  # later calls of both turns have these lengths, and tokens of the device
+        for turn in (1, 0):  # later calls of both turns have these lengths; their tokens come from the device
             self._send(input_ids, query_length, first, turn)
         return self._enqueue(first, len(input_ids), 0)
 

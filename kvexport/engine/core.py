@@ -43,8 +43,8 @@ class EngineCore:
     requests run together.
 
     A running request has one lane, which is one row of the batch. The engine allocates lanes when requests need them,
-    up to `options.lanes`, and at least doubles their number each time. It copies the KV caches of the existing lanes
-    then. Requests without a lane wait.
+    up to `options.lanes`. Each time it at least doubles the number of lanes, and copies the KV caches of the existing
+    lanes. Requests without a lane wait.
     """
 
     def __init__(
@@ -380,7 +380,7 @@ class EngineCore:
 
 
 def _checked_ids(prompt: Sequence[int] | Ids, vocabulary: int, *, empty: bool) -> Ids:
-    """Return token ids as [n] int64. Raise UsageError for other values, or for no ids unless `empty` is set."""
+    """Return token ids as [n] int64. Raise UsageError for wrong values, or for no ids unless `empty` is set."""
     ids = np.asarray(prompt)
     if ids.ndim != 1 or (ids.size == 0 and not empty):
         raise UsageError("the prompt is empty", "give at least one token")

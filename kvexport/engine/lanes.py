@@ -28,7 +28,7 @@ Tokens = Sequence[int] | NDArray[np.int64]
 
 
 class Lanes:
-    """The lanes (rows of the batch) of one state. Tokens are appended, and merges keep KV caches within capacity."""
+    """The lanes (rows of the batch) of a model's state. Merges keep the KV caches of all lanes within capacity."""
 
     def __init__(
         self,

@@ -230,7 +230,7 @@ class Request:
         self.id = next(_ids)
 
     def prepare(self, ids: Ids, default: GenerationSettings, grammars: Grammars) -> None:
-        """Make the request's sampler and detokenizer; a request that resumes a snapshot continues the snapshot's."""
+        """Make the request's sampler and detokenizer, in their saved states if the request resumes a snapshot."""
         start, resumed = self.start, self.start if self._resumes else None
         settings = self.settings or (resumed.settings if resumed else None) or default
         state = resumed.sampler if resumed else None
@@ -299,7 +299,7 @@ class Request:
 
     @property
     def keyed_ids(self) -> NDArray[np.int64]:
-        """The `ids`, with an image's key in place of each of its placeholder tokens: equal for equal images."""
+        """The token ids of the prompt, with a key of each image in place of the image's placeholder tokens."""
         if self.images is None:
             return self.ids
         return np.where(self.places > 0, self.images.keys[self.places - 1], self.ids)

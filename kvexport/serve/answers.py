@@ -16,7 +16,6 @@ _NEVER = -9999.0
 
 
 def text_of(tokens: Sequence[Token]) -> str:
-    """Return the text of generated tokens."""
     return "".join(token.text for token in tokens)
 
 
@@ -26,7 +25,7 @@ def stop_string(request: Request) -> str | None:
 
 
 def usage_of(requests: Sequence[Request], answers: int = 1) -> dict[str, Any]:
-    """Return the token counts of an HTTP response, and how far their caches are compressed; see `kv_cache_of`."""
+    """Return the token counts and KV-cache compression of an HTTP response with `answers` answers to each prompt."""
     prompts = requests[::answers]
     read, generated = sum(len(request.ids) for request in prompts), sum(len(request.tokens) for request in requests)
     return {
@@ -39,7 +38,7 @@ def usage_of(requests: Sequence[Request], answers: int = 1) -> dict[str, Any]:
 
 
 def kv_cache_of(requests: Sequence[Request], answers: int = 1) -> dict[str, int]:
-    """Return the slots at the end of the answers, the tokens merged into others, and prompt tokens over the budget."""
+    """Return how far KV caches are compressed: slots in use, tokens without own slots, prompt tokens over budget."""
     timings = [request.timing for request in requests]
     slots = sum(timing.cache_slots for timing in timings)
     return {
@@ -50,7 +49,7 @@ def kv_cache_of(requests: Sequence[Request], answers: int = 1) -> dict[str, int]
 
 
 class TokenTexts:
-    """The text of single tokens, special tokens included, for the log probabilities of a response."""
+    """The text of single tokens, special tokens included, for the log probabilities in an HTTP response."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -67,7 +66,7 @@ class TokenTexts:
         return known[token] if token < len(known) else b""
 
     def _key(self, token: int, others: Container[str]) -> str:
-        """Return a token's key in an object of tokens: its text, as in OpenAI's API, or its id if that is taken."""
+        """Return a token's key in the object `top_logprobs`: its text, or "token_id:ID" if that text is taken."""
         try:
             text = self.bytes(token).decode()
         except UnicodeDecodeError:
@@ -75,7 +74,6 @@ class TokenTexts:
         return f"token_id:{token}" if text in others else text
 
     def chat(self, tokens: Sequence[Token]) -> dict[str, Any]:
-        """Return the object `logprobs` of OpenAI's chat completions for generated tokens."""
         entries = []
         for token in tokens:
             top = [self._entry(other, value) for other, value in token.top_logprobs]
@@ -83,7 +81,7 @@ class TokenTexts:
         return {"content": entries, "refusal": None}
 
     def completion(self, tokens: Sequence[Token], offset: int) -> dict[str, Any]:
-        """Return the object `logprobs` of OpenAI's completions; `offset` counts the characters before these tokens."""
+        """Return `logprobs` of OpenAI's completions; `offset` is the number of characters before the tokens."""
         offsets = []
         for token in tokens:
             offsets.append(offset)

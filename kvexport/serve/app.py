@@ -53,7 +53,7 @@ requests_log = logging.getLogger("kvexport.serve.requests")
 
 
 def create_app(engine: Engine, settings: ServeSettings | None = None) -> Starlette:
-    """Return the ASGI application that serves an engine over HTTP. While it runs, nothing else may use the engine."""
+    """Return the ASGI application that serves an engine over HTTP, and is the engine's only user."""
     engine.settings()
     service = Service(engine, settings or ServeSettings())
     measure(service)
@@ -80,11 +80,11 @@ def application(
     settings: ServeSettings,
     life: Callable[[Starlette], AbstractAsyncContextManager[None]],
 ) -> Starlette:
-    """Return an ASGI application of routes (method, path, handler), with access control, errors and a log."""
+    """Return an ASGI application of routes (method, path, handler), with access control, error answers and a log."""
     app = Starlette(
         routes=[Route(path, functools.partial(_answer, handler), methods=[method]) for method, path, handler in routes],
-        # CORS comes before the guard: a browser asks without the key whether a page may send it, and reads errors only
-        # with these headers.
+        # CORS comes before the access control: a browser's preflight request has no API key, and web pages can read
+        # only errors with CORS headers.
         middleware=[Middleware(_Requests), *_cors(settings), Middleware(Guard, settings=settings)],
         exception_handlers={HTTPException: _no_route, Exception: _failed},
         lifespan=life,
@@ -94,7 +94,7 @@ def application(
 
 
 class _Requests:
-    """ASGI middleware that logs every request, and ends the scope's exit stack after the response, however it ends."""
+    """ASGI middleware that logs every HTTP request, and closes the request's exit stack after the response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -116,7 +116,7 @@ class _Requests:
                 await self.app(scope, receive, noted)
         finally:
             seconds = time.monotonic() - began
-            path = scope["path"][:200].encode("unicode_escape").decode()  # no line of its own for a line break in it
+            path = scope["path"][:200].encode("unicode_escape").decode()  # a line break starts no line of the log
             requests_log.info("%s %s %d %.3f s", scope["method"], path, status, seconds)
 
 
@@ -148,7 +148,7 @@ async def _answer(handler: Bound, request: Request) -> Response:
             response.headers[IGNORED] = ignored
         return response
     except ClientGone:
-        return Response(status_code=499)  # the client has gone, so nobody reads it
+        return Response(status_code=499)  # the client has disconnected, so nobody reads this response
     except Exception as error:
         known = api_error(error)
         if known.code == "internal_error":
@@ -173,13 +173,13 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 async def health(service: Service, _: Request) -> Response:
-    """Answer /health: status 200 while the server works, 500 if only a restart helps."""
+    """Answer /health: status 200 while the engine works, 500 after it failed, when only a restart helps."""
     failed = service.worker.failed
     return JSONResponse({"status": "failed" if failed else "ok"}, 500 if failed else 200)
 
 
 async def ready(service: Service, _: Request) -> Response:
-    """Answer /ready: status 200 while the server takes requests, 503 before and after that."""
+    """Answer /ready: status 200 while the server takes requests, 503 while it starts or ends."""
     alive = service.worker.alive
     return JSONResponse({"status": "ready" if alive else "not ready"}, 200 if alive else 503)
 
@@ -195,7 +195,7 @@ async def version(_: Service | None, __: Request) -> Response:
 
 
 async def openapi(_: Service | None, __: Request) -> Response:
-    """Answer /openapi.json: the routes and the bodies that they take."""
+    """Answer /openapi.json: a description of all routes and of the JSON bodies that they take."""
     return JSONResponse(_description())
 
 
@@ -205,7 +205,7 @@ def _description() -> dict[str, Any]:
 
 
 async def models(service: Service, _: Request) -> Response:
-    """Answer /v1/models: a list of the names of the served model, and of its adapters."""
+    """Answer /v1/models: a list of the names of the served model and of its LoRA adapters."""
     names = [service.model, *(n for n in service.settings.names if n not in (service.model, "*"))]
     names += service.engine.adapters.by_name
     return JSONResponse({"object": "list", "data": [_model(service, name) for name in names]})

@@ -8,11 +8,11 @@ from starlette.requests import ClientDisconnect, Request
 from kvexport.serve.errors import ApiError
 from kvexport.serve.streams import ClientGone
 
-_SECONDS = 60  # a client has for its whole body
+_SECONDS = 60  # the time that a client has to send the whole body of a request
 
 
 async def read_bytes(request: Request, limit: int) -> bytes:
-    """Read and return the body of an HTTP request."""
+    """Return the body of an HTTP request. Raise ApiError if it exceeds `limit` bytes or takes too long to arrive."""
     chunks, size = [], 0
     try:
         with anyio.fail_after(_SECONDS):

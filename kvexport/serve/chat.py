@@ -110,7 +110,7 @@ class ChatStream:
         self._texts, self._usage = texts, usage
 
     def begin(self) -> bytes:
-        """Return the first server-sent events, which begin every choice with its role."""
+        """Return the first server-sent events, which give the role of every choice."""
         first = {"role": "assistant", "content": ""}
         return b"".join(self._chunk(index, first) for index in range(len(self._answers)))
 
@@ -122,7 +122,7 @@ class ChatStream:
         for delta in answer.add(update.text, update.finish_reason):
             chunks.append(self._chunk(i, _fields(delta), logprobs))
             logprobs = None
-        if logprobs:  # the text waits while a character or a stop string is incomplete
+        if logprobs:  # the tokens end within a character or a stop string, so their text waits
             chunks.append(self._chunk(i, {}, logprobs))
         if update.finish_reason:
             chunks.append(self._chunk(i, {}, None, answer.finish_reason))
@@ -135,7 +135,6 @@ class ChatStream:
         return event({**self._head, "choices": [], "usage": self._prepared.usage()}) + DONE
 
     def fail(self, error: ApiError) -> bytes:
-        """Return the server-sent event of an error, which ends the stream."""
         return error_event(error, "")
 
     def _chunk(

@@ -21,7 +21,7 @@ from kvexport.serve.sessions import turn_of
 from kvexport.serve.streams import DONE, error_event, event
 from kvexport.serve.worker import Update
 
-_TOKENS = 16  # of an answer without max_tokens, as in OpenAI's API
+_TOKENS = 16  # the length of an answer if the request has no max_tokens, as in OpenAI's API
 
 
 class CompletionBody(Sampling):
@@ -59,7 +59,7 @@ async def completions(service: Service, request: Request) -> Response:
     prompts, answers, form = body.prompts(), body.n or 1, body.form()
     service.check_choices(answers * len(prompts))
     turn = turn_of(request, body.session_id, answers * len(prompts))
-    if turn is not None:  # the prompt does not bring what stood before it, so a lost state ends the request
+    if turn is not None:  # the prompt has only the new text, so the request fails if the session's state is lost
         await service.sessions.begin(turn, required=True)
     prepared, echoes = Prepared([], turn), []
     for prompt in prompts:
@@ -107,11 +107,10 @@ class CompletionStream:
         self._written = [0] * len(requests)
 
     def begin(self) -> bytes:
-        """Return the first server-sent events, which echo the prompts if the client asked for that."""
+        """Return the first server-sent events, which repeat the prompts if the request sets `echo`."""
         return b"".join(self._chunk(i, echo, None, None) for i, echo in enumerate(self._echoes) if echo)
 
     def add(self, update: Update) -> bytes:
-        """Return the server-sent events with the new text of one choice."""
         i, text, logprobs = update.choice, update.text, None
         if self._texts is not None and update.tokens:
             logprobs = self._texts.completion(update.tokens, self._written[i])
@@ -125,7 +124,6 @@ class CompletionStream:
         return event({**self._head, "choices": [], "usage": usage_of(self._requests, self._usage)}) + DONE
 
     def fail(self, error: ApiError) -> bytes:
-        """Return the server-sent event of an error, which ends the stream."""
         return error_event(error, "")
 
     def _chunk(self, index: int, text: str, logprobs: Any, finish_reason: str | None) -> bytes:

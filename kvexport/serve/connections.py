@@ -1,9 +1,9 @@
 """TCP connections of HTTP clients: deadlines for each request's headers and body, and a limit on open connections.
 
-uvicorn closes a connection that is idle after an answer, but waits forever for a client that sends half a request. Such
-a client needs no API key, and takes a file descriptor of the process. Here every connection has a deadline. If the
-limit of connections is reached, a new connection replaces the one that has waited longest without a complete request. A
-connection whose request is being answered is never replaced.
+uvicorn closes a connection that is idle after an answer, but waits forever for a client that sends half a request. A
+client needs no API key for half a request, which takes one of the process's file descriptors. This module gives every
+connection a deadline. If the limit of connections is reached, a new connection replaces the one that has waited longest
+without a complete request. A connection whose request is being answered is never replaced.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvexport.errors import EnvironmentProblem
 
-HEAD_SECONDS = 10.0  # from the first byte of a request, or from the connection's begin, to the end of its headers
+HEAD_SECONDS = 10.0  # from the first byte of a request, or from the start of a connection, to the headers' end
 BODY_SECONDS = 65.0  # from the end of the headers to the end of the body; `bodies.read_bytes` answers 408 before
 _MOST = 1024
-_RESERVE = 16  # descriptors that are left for session files, the artifact and libraries
+_RESERVE = 16  # file descriptors that are left for session files, the artifact and libraries
 _LEAST = 4
 
 
@@ -32,8 +32,8 @@ def connection_limit(most: int = _MOST) -> int:
     """Return how many client connections the process can hold without running out of file descriptors.
 
     16 of the free descriptors are reserved for files. For every 2 connections one more descriptor stays free, for
-    connections that are accepted before they are counted, and for those that are closed but not yet freed: asyncio
-    takes four turns of its event loop from the one to the other, and accepts `backlog` connections in each.
+    connections that are accepted but not counted yet, and for those that are closed but not freed yet. Together these
+    states last four turns of asyncio's event loop, and each turn accepts up to `backlog` connections.
     """
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if allowed == resource.RLIM_INFINITY:
@@ -48,7 +48,7 @@ def connection_limit(most: int = _MOST) -> int:
 
 
 def backlog(limit: int) -> int:
-    """Return the listen backlog for `limit` connections: how many may wait in the system before they are accepted."""
+    """Return the listen backlog for `limit` connections: how many may wait in the operating system for `accept`."""
     return min(128, max(1, limit // 8))
 
 
@@ -63,8 +63,8 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """Admit a new client connection within the limit of open connections.
 
-        If the limit is reached, a connection without a complete request is closed for it (see `_free_a_place`). If
-        there is no such connection, the new one is closed.
+        If the limit is reached, an open connection without a complete request is closed to make room (see
+        `_free_a_place`). If every open connection has a complete request, the new connection is closed.
         """
         if len(self.connections) >= self.limit and not self._free_a_place():
             transport.write(b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
@@ -77,7 +77,7 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the deadline of a connection that has closed."""
         self._set_deadline("")
-        if self.flow is not None:  # a connection without a place was never made
+        if self.flow is not None:  # a refused connection has no flow: uvicorn never got it
             super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -100,7 +100,7 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def shutdown(self) -> None:
-        """Close the connection at once if its request is incomplete; otherwise let its answer end first."""
+        """Close the connection at once if its request is incomplete; otherwise let the request's answer end first."""
         if self._receives:
             self.transport.abort()
         else:
@@ -108,15 +108,15 @@ class Connection(H11Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether the connection waits for (the rest of) a request, so that it may be closed for a new connection."""
+        """Whether the connection has no complete request, so that it may be closed for a new connection."""
         return self.conn.their_state is h11.IDLE or self._receives != ""
 
     def _free_a_place(self) -> bool:
         """Close the connection that has waited longest without a complete request. Return False if there is none.
 
-        Connections that have sent no complete request, or only a part of their next one, are closed first. Otherwise a
-        flood of such connections within one turn of the event loop would close the connection of a client between two
-        requests.
+        Connections that never sent a complete request, and those that sent a part of their next one, are closed first.
+        Otherwise a flood of new connections within one turn of the event loop would close the connection of a client
+        that is between two requests.
         """
         waiting = [c for c in self.connections if isinstance(c, Connection) and c.waits]
         if not waiting:
@@ -132,7 +132,7 @@ class Connection(H11Protocol):
         state = self.conn.their_state
         if state is h11.SEND_BODY:
             return self._set_deadline("body", BODY_SECONDS)
-        # After an answer uvicorn closes an idle connection; the first bytes of the next request end that.
+        # After an answer uvicorn itself closes a connection that stays idle. The first bytes of a request end that.
         begun = state is h11.IDLE and (self.cycle is None or self.timeout_keep_alive_task is None)
         return self._set_deadline("head" if begun else "", HEAD_SECONDS)
 
@@ -157,11 +157,11 @@ def connections(limit: int) -> type[Connection]:
 class OncePerSecond(logging.Filter):
     """A logging filter that lets equal messages through only once a second.
 
-    Clients without a key can cause many messages, for example asyncio's if no descriptor is left. These must not fill a
-    disk.
+    Clients without an API key can cause many messages, for example asyncio's message that no file descriptor is left.
+    The filter keeps these messages from filling a disk.
 
     Args:
-        clock: Returns the time in seconds.
+        clock: A function that returns the time in seconds.
     """
 
     LOGGERS = ("asyncio", "uvicorn.error")
@@ -182,11 +182,9 @@ class OncePerSecond(logging.Filter):
         return True
 
     def attach(self) -> None:
-        """Add this rate limit to the loggers of asyncio and uvicorn."""
         for name in self.LOGGERS:
             logging.getLogger(name).addFilter(self)
 
     def detach(self) -> None:
-        """Remove this rate limit from the loggers of asyncio and uvicorn."""
         for name in self.LOGGERS:
             logging.getLogger(name).removeFilter(self)

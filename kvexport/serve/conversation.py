@@ -27,7 +27,7 @@ class Conversation:
     parallel: bool = True  # whether an answer may have several tool calls
     variables: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
     form: Grammar | None = None  # grammar of the answer; None for free text
-    turn: Turn | None = None  # turn of a session, which stores the state; None without one
+    turn: Turn | None = None  # turn of a session (stored conversation); None without a session
     adapter: str | None = None  # LoRA adapter that answers; None for the model without one
 
 
@@ -36,12 +36,12 @@ class Prepared:
     """Engine requests that answer one HTTP chat request, ready to be queued."""
 
     requests: Sequence[Request]  # one request for each answer
-    turn: Turn | None = None  # turn of a session, which stores the state; only with a single request
+    turn: Turn | None = None  # turn of a session (stored conversation); only with a single request
     plan: AnswerPlan = field(default_factory=AnswerPlan)  # how the answers' text is split
 
     @property
     def headers(self) -> dict[str, str]:
-        """The HTTP headers of the response: if a session's state was lost, one header tells why."""
+        """The HTTP headers of the response: if the session's stored state was lost, a header tells why."""
         return {RESTARTED: self.turn.lost} if self.turn is not None and self.turn.lost else {}
 
     def answers(self) -> list[Answer]:
@@ -49,7 +49,7 @@ class Prepared:
         return [self.plan.answer() for _ in self.requests]
 
     def usage(self) -> dict[str, Any]:
-        """Return the token counts of all answers to the one prompt, as OpenAI defines `usage`."""
+        """Return the token counts of all answers to the conversation, as OpenAI defines `usage`."""
         usage = usage_of(self.requests, len(self.requests))
         if (opened := self.plan.reasoning) is not None:
             count = sum(reasoning_tokens(request.tokens, opened) for request in self.requests)
@@ -66,7 +66,7 @@ class Prepared:
 
 _TEXT = ("text", "input_text", "output_text")
 _TAKEN = {"self", "engine", "snapshot", "messages", "tools"}
-_ROLES = {"developer": "system"}  # the newer name in OpenAI's API; templates know the older one
+_ROLES = {"developer": "system"}  # chat templates know OpenAI's older name
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -96,7 +96,7 @@ def template_variables(variables: Mapping[str, Any] | None, add_generation_promp
 
 
 def continuation(messages: Sequence[Mapping[str, Any]], asked: bool | None, new_turn: bool | None) -> dict[str, Any]:
-    """Return the template's variable that lets an answer continue the last message, an assistant's; else nothing."""
+    """Return `continue_final_message` for the chat template if the answer continues the last message, otherwise {}."""
     if asked and new_turn:
         message = "continue_final_message and add_generation_prompt are both true"
         raise ApiError(400, message, param="continue_final_message")
@@ -105,7 +105,7 @@ def continuation(messages: Sequence[Mapping[str, Any]], asked: bool | None, new_
 
 
 def effort(asked: str | None) -> dict[str, Any]:
-    """Return the template's variables for `reasoning_effort`; "none" also ends the reasoning of Qwen and DeepSeek."""
+    """Return the chat template's variables for `reasoning_effort`; "none" ends the reasoning of Qwen and DeepSeek."""
     if asked is None:
         return {}
     known = {"minimal": "low", "xhigh": "high"}.get(asked, asked)
@@ -134,7 +134,7 @@ def text_of(content: Any, where: str) -> str | None:
 
 
 def _calls(calls: Any, where: str, left: int) -> tuple[list[dict[str, Any]], int]:
-    """Return tool calls with their arguments as objects, and how many values further arguments may have."""
+    """Return tool calls with arguments parsed from JSON, and how many of the `left` allowed JSON values remain."""
     converted = []
     for i, call in enumerate(calls if isinstance(calls, list) else [None]):
         function = call.get("function") if isinstance(call, Mapping) else None
@@ -142,7 +142,7 @@ def _calls(calls: Any, where: str, left: int) -> tuple[list[dict[str, Any]], int
             raise ApiError(400, f"{where}.{i}: a call needs a function with a name", param=f"{where}.{i}")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            try:  # the server's own call may have been cut
+            try:  # a call that the server generated may be incomplete
                 left -= count_values(arguments.encode(), left)
                 if left < 0:
                     problem = f"all arguments together have more than {MOST_VALUES} JSON values and keys"

@@ -1,4 +1,4 @@
-"""Errors in HTTP responses, in the form of each API, without tracebacks and paths of this machine."""
+"""Errors in HTTP responses, in the form of each API, without tracebacks and without paths of the server's files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ANTHROPIC = {**_OPENAI, 413: "request_too_large", 503: "overloaded_error"}
 
 
 class ApiError(Exception):
-    """An exception that the server answers with an HTTP error status."""
+    """An exception that the server turns into an HTTP response with an error status."""
 
     def __init__(
         self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry_after: int = 0
@@ -30,7 +30,7 @@ class ApiError(Exception):
         self.headers = {"Retry-After": str(retry_after)} if retry_after else {}
 
     def body(self, path: str) -> dict[str, Any]:
-        """Return the JSON body of the HTTP error, in the form of the API at `path`."""
+        """Return the JSON body of the error response: Anthropic's form for its routes, OpenAI's for all others."""
         if path.startswith("/v1/messages"):
             return {"type": "error", "error": {"type": self._kind(_ANTHROPIC, "api_error"), "message": self.message}}
         error = {"message": self.message, "type": self._kind(_OPENAI, "server_error"), "param": self.param}
@@ -41,12 +41,11 @@ class ApiError(Exception):
 
 
 def overloaded(message: str, retry_after: int = 1) -> ApiError:
-    """Return the HTTP error for a server that is overloaded or shutting down."""
     return ApiError(503, message, code="overloaded", retry_after=retry_after)
 
 
 def engine_failed() -> ApiError:
-    """Return the HTTP error for a server whose engine has failed, so that it must be restarted."""
+    """Return the HTTP error for a server whose engine has failed, so that the server must be restarted."""
     return ApiError(500, "the engine has failed; the server's log says why", code="engine_failed")
 
 

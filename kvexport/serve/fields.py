@@ -1,8 +1,8 @@
 """Fields that the request bodies of all HTTP APIs share: their bounds, and the generation settings they set.
 
 The server refuses a field of a wrong type, a field out of range, and a known field that it does not support and that
-would change the answer. It ignores an unknown field, as vLLM does, because clients send fields of other servers; a
-header of the response names it.
+would change the answer. It ignores an unknown field, as vLLM does, because clients send fields of other servers. A
+header of the response names the ignored fields.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvexport.engine.engine import Engine
     from kvexport.language.settings import GenerationSettings
 
-# A list ends its validation at the first wrong element: an error for each of a million elements takes seconds.
+# The validation of a list ends at the first wrong element: errors for a million elements would take seconds.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
@@ -31,10 +31,10 @@ Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 MOST_STOPS, MOST_STOP_IDS, MOST_BIASES, LONGEST_STOP = 64, 1024, 4096, 1024
 StopString = Annotated[str, Field(max_length=LONGEST_STOP)]
 _SEEDS = 1 << 64
-_LEAST_TEMPERATURE = 0.01  # as in vLLM: logits divided by less may overflow
+_LEAST_TEMPERATURE = 0.01  # as in vLLM: logits divided by a lower temperature may overflow
 _TYPE = re.compile(
     r"(constrained-)?str|int|float|bool|[\w-]+\[.*\]"
-)  # a member of a union, as pydantic names it in the location of an error
+)  # a type of a union, as pydantic writes it in the location of an error
 
 
 class Body(BaseModel):
@@ -91,12 +91,12 @@ class Sampling(Body):
     min_tokens: int | None = Field(None, ge=0)
 
     def form(self) -> Grammar | None:
-        """Return the grammar of the answer that the request sets; None for free text."""
+        """Return the grammar that the request sets for its answer; None for free text."""
         older = older_form({name: getattr(self, name) for name in OLDER_FORMS})
         return structured_form(self.structured_outputs) or older or response_form(self.response_format)
 
     def settings(self, engine: Engine, tokens: int, **more: Any) -> list[GenerationSettings]:
-        """Return the generation settings of each of the request's `n` answers. They differ in their seed."""
+        """Return the generation settings of each of the request's `n` answers, which differ only in their seed."""
         drawn = [self.top_p, self.top_k, self.min_p, self.seed]
         sample = self.temperature > 0 if self.temperature is not None else None
         if sample is None and any(value is not None for value in drawn):
@@ -135,7 +135,7 @@ class Sampling(Body):
         return {int(token): bias for token, bias in self.logit_bias.items()}
 
     def _top_k(self, engine: Engine) -> int | None:
-        """Return top_k for sampling. If neither request nor checkpoint sets it, it is off (transformers: 50)."""
+        """Return top_k for sampling; 0 (off) if neither request nor checkpoint sets it, where transformers takes 50."""
         if self.top_k is not None:
             return max(self.top_k, 0)
         return None if engine.generation_config.get("top_k") is not None else 0
@@ -156,7 +156,7 @@ def parse(kind: type[B], data: bytes) -> B:
         return kind.model_validate(content)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_context=False, include_input=False)
-        # A field that accepts several types has a problem for each. The deepest one is of the type that was meant.
+        # A field that accepts several types has an error for each type. The deepest error is of the intended type.
         field = problems[0]["loc"][:1]
         first = max(problems, key=lambda one: len(one["loc"]) if one["loc"][:1] == field else 0)
         where = ".".join(step for step in map(str, first["loc"]) if not _TYPE.fullmatch(step))

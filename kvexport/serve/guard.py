@@ -18,7 +18,7 @@ _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 class Guard:
-    """ASGI middleware for access control: it passes allowed requests to `app` and answers others with an error."""
+    """ASGI middleware for access control: it passes allowed requests to `app`, and answers others with an error."""
 
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
         self.app = app
@@ -27,7 +27,6 @@ class Guard:
         self._origins = set(origins(settings))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check the access rights of an HTTP request, then pass it to the application or answer it with an error."""
         if scope["type"] == "http" and (error := self._refusal(scope)):
             response = JSONResponse(error.body(scope["path"]), error.status, headers=error.headers)
             await response(scope, receive, send)
@@ -37,12 +36,12 @@ class Guard:
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
         if "transfer-encoding" in headers and "content-length" in headers:
-            # Two servers behind one another may disagree on where such a request ends.
+            # With both headers, a proxy and this server may disagree on where the request ends.
             error = ApiError(400, "send Content-Length or Transfer-Encoding, not both", code="invalid_request")
             error.headers["Connection"] = "close"
             return error
         host = headers.get("host", "")
-        # A foreign page can let its own host name resolve to this machine: the browser then sees its own origin.
+        # A foreign web page can let its own host name resolve to this machine, so that the browser sees one origin.
         if not self._keys and _name(host) not in self._hosts:
             names = ", ".join(sorted(self._hosts))
             message = f"this server has no API key and answers to {names}, not to {host[:80]!r}"
@@ -67,7 +66,7 @@ def origins(settings: ServeSettings) -> list[str]:
 
 
 def _matches(candidates: Sequence[str], keys: Sequence[str]) -> bool:
-    """Return whether a client's key is an API key. The time does not depend on how many characters are equal."""
+    """Return whether a client's key is an API key, in a time that does not depend on how many characters match."""
     matches = False
     for key in keys:
         for one in candidates:

@@ -82,7 +82,7 @@ class MessagesBody(CountBody):
         return {"enable_thinking": kind != "disabled"}
 
     def sampling(self) -> Sampling:
-        """Return the request's sampling settings in OpenAI's fields."""
+        """Return the request's sampling settings as fields of OpenAI's API."""
         return Sampling(
             temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, stop=self.stop_sequences or None
         )
@@ -142,12 +142,10 @@ class MessageStream:
         return {"type": "message", "role": "assistant", **self._head, **empty}
 
     def begin(self) -> bytes:
-        """Return the server-sent events that begin an Anthropic message."""
         usage = {**_usage(self._request), "output_tokens": 0}
         return _event("message_start", message={**self.message(), "usage": usage}) + _event("ping")
 
     def add(self, update: Update) -> bytes:
-        """Return the server-sent events with the new text, reasoning or tool calls of the message."""
         return b"".join(map(self._events_of, self._answer.add(update.text, update.finish_reason)))
 
     def _events_of(self, delta: Delta) -> bytes:
@@ -186,7 +184,6 @@ class MessageStream:
         )
 
     def fail(self, error: ApiError) -> bytes:
-        """Return the server-sent event of an error, which ends the stream."""
         return error_event(error, "/v1/messages")
 
 
@@ -228,7 +225,7 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Convert one Anthropic message for the chat template. Tool results become messages before the user's text."""
+    """Convert an Anthropic message for the chat template. Tool results become messages before the user's text."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise ApiError(400, f"{where}.role: expected user or assistant", param=f"{where}.role")

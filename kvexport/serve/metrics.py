@@ -55,8 +55,8 @@ class Metrics:
         """Record newly generated tokens of a request, with their latency.
 
         Args:
-            count: The new tokens.
-            seconds: Time since the tokens before, or since the request's arrival for the first ones.
+            count: The number of new tokens.
+            seconds: Seconds since the request's previous tokens, or since its arrival for its first tokens.
             first: Whether these are the request's first tokens.
         """
         self._generated.inc(count)
@@ -73,7 +73,6 @@ class Metrics:
         self._succeeded.labels(self._model, request.finish_reason or "").inc()
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, text: str) -> Counter:

@@ -1,6 +1,6 @@
-"""Several models behind one address: each runs in a server process of its own while it is used.
+"""Several models behind one address: each runs in a server process of its own while requests use it.
 
-A process gives all memory of its model back when it ends, and the load of one model holds up no answer of another.
+When a process ends, all memory of its model is free again. The load of one model delays no answer of another model.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class _Routed(Body):
 
 
 class Model:
-    """A model, and the process that serves it while it is used."""
+    """One of the server's models, and the process that serves this model while requests use it."""
 
     def __init__(self, name: str, command: Sequence[str]) -> None:
         self.name, self.command = name, command
         self.users = 0  # requests that are being answered
-        self.used = 0.0  # time.monotonic() of the end of the last one
+        self.used = 0.0  # time.monotonic() at the end of the last answer
         self.has_sessions = False  # whether the process has sessions that are lost when it ends
         self._key = secrets.token_hex(32)
         self._process: asyncio.subprocess.Process | None = None
@@ -62,17 +62,17 @@ class Model:
 
     @property
     def key(self) -> dict[str, str]:
-        """The header that lets a request in at the model's process."""
+        """The HTTP header with the API key of the model's process."""
         return {"authorization": f"Bearer {self._key}"}
 
     async def url(self) -> str:
-        """Return the address of the model's process, which is started if it does not run."""
+        """Return the HTTP address of the model's process. The process is started if it does not run."""
         if self._starting is None or (self._starting.done() and not self.loaded):
             self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)  # the start goes on if this client goes away
 
     async def _start(self) -> str:
-        async with self._changing:  # a process that ends may hold the folder of the sessions until then
+        async with self._changing:  # the model's last process may hold the session folder until it has ended
             environment = {**os.environ, KEY_VARIABLE: self._key, SUPERVISED: "1"}
             process = await asyncio.create_subprocess_exec(*self.command, stdin=PIPE, stdout=PIPE, env=environment)
             assert process.stdout is not None
@@ -85,7 +85,7 @@ class Model:
             return line.decode().strip()
 
     async def stop(self, seconds: float) -> None:
-        """End the process. Requests that it still answers have `seconds` for their end."""
+        """End the model's process. Requests that it still answers may take up to `seconds` seconds."""
         process, self._process = self._process, None
         async with self._changing:
             if process is None or process.returncode is not None:
@@ -100,7 +100,7 @@ class Model:
 
 
 class Models:
-    """The models of a server by their names, and the requests that go to their processes."""
+    """The models of a server by name, and the requests that are forwarded to the models' processes."""
 
     def __init__(self, commands: Mapping[str, Sequence[str]], settings: ServeSettings, idle: float | None) -> None:
         self.by_name = {name: Model(name, command) for name, command in commands.items()}
@@ -113,7 +113,7 @@ class Models:
         self._long = anyio.CapacityLimiter(1)
 
     async def forward(self, request: Request) -> Response:
-        """Answer a request as the process of its model answers it."""
+        """Forward an HTTP request to the process of its model, and return the response of this process."""
         posted = request.method == "POST"
         data = await read_bytes(request, self.settings.body if posted else self.settings.session_memory)
         body = await self._parsed(data) if posted else _Routed(model=request.query_params.get("model"))
@@ -154,7 +154,7 @@ class Models:
 
     @asynccontextmanager
     async def life(self, _: Starlette) -> AsyncIterator[None]:
-        """End the processes of models that are not used, and at the end all of them."""
+        """End the processes of unused models while the server runs, and all processes when the server ends."""
         unloading = asyncio.create_task(self._unload_idle())
         try:
             yield
@@ -196,12 +196,12 @@ class Models:
 def create_models_app(
     commands: Mapping[str, Sequence[str]], settings: ServeSettings, idle: float | None = None
 ) -> Starlette:
-    """Return the ASGI application of several models.
+    """Return the ASGI application of a server with several models.
 
     Args:
-        commands: For each model's name the command that serves it and prints its address.
+        commands: For each model's name, the command line of a process that serves the model and prints its address.
         settings: The limits of the server.
-        idle: Seconds without a request after which a model's process ends; None never ends one.
+        idle: Seconds without a request after which a model's process ends; None never ends a process.
     """
     models = Models(commands, settings, idle)
     own: dict[str, Bound] = {
@@ -214,7 +214,7 @@ def create_models_app(
     }
     routes = [(method, path, own.get(path, models.forward)) for method, path, _ in ROUTES]
     app = application(routes, settings, models.life)
-    app.state.drain = asyncio.sleep  # uvicorn waits for the answers
+    app.state.drain = asyncio.sleep  # this process has nothing to drain: uvicorn waits for the answers
     return app
 
 

@@ -14,7 +14,7 @@ from kvexport.version import __version__
 def describe(
     routes: Iterable[tuple[str, str, Callable[..., Any]]], bodies: Mapping[str, type[BaseModel]]
 ) -> dict[str, Any]:
-    """Return the OpenAPI document of a server."""
+    """Return the OpenAPI document. A route's summary is what its handler's docstring says after the first colon."""
     paths: dict[str, dict[str, Any]] = {}
     schemas: dict[str, Any] = {}
     for method, path, handler in routes:

@@ -21,7 +21,6 @@ async def page(service: Service, _: Request) -> Response:
 
 @cache
 def text() -> str:
-    """Return the HTML of the server's chat page."""
     return (resources.files("kvexport.serve") / "page.html").read_text(encoding="utf-8")
 
 

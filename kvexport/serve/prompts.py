@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _SHORT_TEXT = 1 << 16  # characters; a shorter text is encoded in milliseconds, and its tokens are counted exactly
-LONG_TEXT = 100_000  # characters; encoding a longer text takes longer than a short one should wait
+LONG_TEXT = 100_000  # characters; a longer text is encoded in another thread, so that short ones need not wait
 LARGE_TEXT = 1 << 20  # characters; encoding a longer text takes some 100 MB
 
 
@@ -41,7 +41,7 @@ class Prompts:
     async def encode(
         self, prompt: str | Sequence[int], *, special: bool = True, within: bool = False, fits: bool = True
     ) -> Sequence[int] | NDArray[Any]:
-        """Return the token ids of a prompt, or of a text that continues another one (`within`)."""
+        """Return the token ids of a prompt; `within` says that it continues a sequence, and gets no special tokens."""
 
         def work() -> Sequence[int] | NDArray[Any]:
             tokenizer = self.engine.tokenizer
@@ -89,7 +89,7 @@ class Prompts:
         return await self._beside(lambda: tokenizer.decode(prompt, skip_special_tokens=False), len(prompt))
 
     def check_length(self, tokens: int, *, at_least: bool = False) -> None:
-        """Check that a prompt leaves room for at least one more token in the model's context."""
+        """Check that a prompt leaves room for at least one token of an answer in the model's context."""
         limit = self.engine.max_length
         if tokens >= limit:
             count = f"at least {tokens}" if at_least else str(tokens)
@@ -97,7 +97,7 @@ class Prompts:
             raise ApiError(400, message + "context_length_exceeded", code="context_length_exceeded", param="messages")
 
     def _encoded(self, tokenizer: Tokenizer, text: str, *, special: bool, within: bool = False) -> list[int]:
-        """Return the token ids of a text. A text that is too long for the model in any encoding is refused first."""
+        """Return the token ids of a text. A long text that cannot fit the model's context is refused beforehand."""
         least = tokenizer.least_tokens(text)
         if least >= self.engine.max_length and len(text) > _SHORT_TEXT:
             self.check_length(least, at_least=True)
@@ -118,6 +118,6 @@ def _characters(messages: Sequence[Any]) -> int:
 
 
 def give_back_memory() -> None:
-    """Return freed heap memory to the system (glibc's malloc_trim). Does nothing without glibc."""
+    """Return freed heap memory to the system (malloc_trim of glibc). Without glibc the call does nothing."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -19,12 +19,10 @@ class Stored:
 
     body: Mapping[str, Any]  # response as JSON
     messages: Sequence[dict[str, Any]]  # conversation up to the answer, in the form that chat templates read
-    size: int  # characters of both as JSON
+    size: int  # characters of body and messages as JSON
 
 
 class ResponseStore:
-    """The store of earlier responses of /v1/responses, with bounded memory."""
-
     def __init__(self) -> None:
         self._stored: OrderedDict[str, Stored] = OrderedDict()
         self._size = 0
@@ -38,7 +36,7 @@ class ResponseStore:
             self._size -= self._stored.popitem(last=False)[1].size
 
     def get(self, name: str, param: str | None = None) -> Stored:
-        """Return a stored response by its id."""
+        """Return a stored response by its id. Raise ApiError (404) if there is none, or none any more."""
         if name not in self._stored:
             message = f"there is no response {name[:80]!r}, or no longer"
             raise ApiError(404, message, param=param, code="previous_response_not_found" if param else None)
@@ -46,6 +44,5 @@ class ResponseStore:
         return self._stored[name]
 
     def remove(self, name: str) -> None:
-        """Delete a stored response by its id. Errors are those of `get`."""
         self._size -= self.get(name).size
         del self._stored[name]

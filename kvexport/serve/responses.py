@@ -42,7 +42,7 @@ class ResponsesBody(Body):
     conversation: str | dict[str, Any] | None = None
 
     def to_conversation(self, service: Service) -> tuple[Conversation, list[dict[str, Any]]]:
-        """Return the conversation that the request describes, with the messages of the response that it continues."""
+        """Return the conversation, which may continue an earlier response, and its messages without `instructions`."""
         refuse(self, "background", (False,), "the client waits for its answer")
         refuse(self, "conversation", (), "send previous_response_id")
         earlier: list[dict[str, Any]] = []
@@ -101,13 +101,13 @@ class Item:
         self.id = f"{_IDS[kind]}_{uuid.uuid4().hex}"
 
     def content(self) -> dict[str, Any]:
-        """Return the only content part of an output item that is a message or reasoning."""
+        """Return the only content part of a message or of reasoning, in OpenAI's form."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
 
     def data(self, status: str) -> dict[str, Any]:
-        """Return the output item as JSON. An item in progress shows no text."""
+        """Return the output item as JSON. An item that is still in progress shows no text."""
         common = {"id": self.id, "type": self.kind, "status": status}
         begun = status != "in_progress"
         if self.kind == "message":
@@ -158,12 +158,10 @@ class ResponseStream:
         self._number = -1
 
     def begin(self) -> bytes:
-        """Return the server-sent events that begin a response."""
         response = {**self._response.head, "status": "in_progress"}
         return self._event("created", response=response) + self._event("in_progress", response=response)
 
     def add(self, update: Update) -> bytes:
-        """Return the server-sent events with the new text, reasoning or function calls of a response."""
         return b"".join(map(self._events_of, self._answer.add(update.text, update.finish_reason)))
 
     def end(self) -> bytes:
@@ -175,7 +173,6 @@ class ResponseStream:
         return start + last + self._event(body["status"], response=body)
 
     def fail(self, error: ApiError) -> bytes:
-        """Return the server-sent event of an error, which ends the stream."""
         details = {"code": "server_error", "message": error.message}
         return self._event("failed", response={**self._response.head, "status": "failed", "error": details})
 
@@ -275,7 +272,7 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Convert the input items of a Responses request into chat messages. Consecutive calls become one message."""
+    """Convert the input items of a Responses request into chat messages. Consecutive calls share one message."""
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
         kind = item.get("type", "message")

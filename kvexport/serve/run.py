@@ -22,7 +22,7 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP"
 
 
 def listen(host: str, port: int, stall: float) -> socket.socket:
-    """Return a listening TCP socket."""
+    """Return a listening TCP socket. Linux closes a connection whose peer acknowledges nothing for `stall` seconds."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -77,7 +77,7 @@ class Server(uvicorn.Server):
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting connections and requests, and wait up to `drain` seconds for running requests."""
+        """Accept no more connections and requests, and wait up to `drain` seconds for the running requests."""
         draining = asyncio.ensure_future(self._drain(self._settings.drain))
         await super().shutdown(sockets)
         draining.cancel()
@@ -85,9 +85,9 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle SIGINT, SIGTERM and SIGHUP while the context is open: each of them ends the server.
+        """Let SIGINT, SIGTERM and SIGHUP end the server while the context is open.
 
-        Only the main thread installs handlers, because Python delivers signals to the main thread only.
+        Only the main thread installs signal handlers, because Python delivers signals to the main thread only.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -107,7 +107,7 @@ class Server(uvicorn.Server):
 
 def run(app: Starlette, listener: socket.socket, on_ready: Callable[[], None]) -> None:
     """Serve the application over HTTP on a socket, until a signal ends it."""
-    # The event loop needs little time, but soon: it sends every token as it comes.
+    # The event loop sends every token at once, so it must soon get the GIL from the engine's thread.
     sys.setswitchinterval(0.001)
     with listener:
         asyncio.run(Server(app, on_ready).serve([listener]))

@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from kvexport.language.settings import GenerationSettings
 
 T = TypeVar("T")
-IGNORED = "X-Ignored-Fields"  # a header that names the fields of the body that the server does not know
+IGNORED = "X-Ignored-Fields"  # a response header that names fields of the request that the server does not know
 log = logging.getLogger("kvexport.serve")
 
 
 class Rendering(Protocol):
     """Interface of a writer of server-sent events in the form of one API.
 
-    Every method returns events, or b"" for none.
+    Every method returns the bytes of events, b"" for no event.
     """
 
     def begin(self) -> bytes:
@@ -83,7 +83,7 @@ class Service:
             prefix_memory=settings.prefix_memory,
         )
         served = engine.with_options(options)
-        # Their files were read already, and a program may have replaced them.
+        # The engine has read the files of these three already, and its owner may have replaced the objects.
         served.tokenizer, served.grammars, served.chat_template = (
             engine.tokenizer,
             engine.grammars,
@@ -102,7 +102,7 @@ class Service:
         self.metrics = Metrics(self.model)
         self.sessions = Sessions(engine.manifest, settings)
         self.session_bytes = session_bytes(engine.manifest)
-        self.lanes = engine.reserve()  # takes all memory of the state now
+        self.lanes = engine.reserve()  # allocates the KV caches of all lanes now
         self.memory = ServerMemory(
             engine.manifest.bytes,
             state_bytes(engine.manifest.recipe, engine.plan, engine.max_batch),
@@ -113,8 +113,8 @@ class Service:
         self.responses = ResponseStore()
         self.tracing = tracing.start(self.model)
         self.worker = Worker(engine, self.metrics, engine.max_batch + settings.queue, self.tracing)
-        # Prompts are encoded in another thread than the event loop's, one at a time: the cores belong to the model.
-        # Long texts and grammars take seconds, so they have threads of their own, for which short texts do not wait.
+        # A thread beside the event loop's encodes prompts one at a time, because the model needs the other cores.
+        # Long texts and grammars take seconds, so they have threads of their own, and short texts do not wait for them.
         self._encoders, self._long, self._compilers = (anyio.CapacityLimiter(n) for n in (1, 1, 2))
         self.prompts = Prompts(engine, self.beside)
 
@@ -124,7 +124,7 @@ class Service:
         if media_type != "application/json" and not media_type.endswith("+json"):
             raise ApiError(415, f"the body is {media_type[:80]}: send JSON, with Content-Type: application/json")
         data = await read_bytes(request, self.settings.body)
-        if len(data) > LARGE_TEXT:  # once the body and its values are freed
+        if len(data) > LARGE_TEXT:  # 0.1 s later the body and its values are freed
             asyncio.get_running_loop().call_later(0.1, give_back_memory)
         long = len(data) > LONG_TEXT
         body = await self.beside(lambda: parse(kind, data), len(data)) if long else parse(kind, data)
@@ -133,7 +133,7 @@ class Service:
         return body
 
     def check_model(self, name: str | None) -> str:
-        """Check the model name of a request, and return the name for the response."""
+        """Return the model name for the response to a request. Raise ApiError (404) for an unknown model."""
         if name is None or name in self.settings.names or "*" in self.settings.names or self.adapter(name):
             return name or self.model
         names = ", ".join(sorted({self.model, *self.settings.names, *self.engine.adapters.by_name} - {"*"}))
@@ -141,11 +141,11 @@ class Service:
         raise ApiError(404, message, code="model_not_found", param="model")
 
     def adapter(self, model: str | None) -> str | None:
-        """Return the LoRA adapter that has a request's model name; None if this is the name of the model itself."""
+        """Return the LoRA adapter that a request names as its model; None if it names the model itself."""
         return model if model in self.engine.adapters.by_name else None
 
     async def beside(self, work: Callable[[], T], size: int = 0) -> T:
-        """Run a function on `size` bytes or characters outside the event loop's thread, and return its result."""
+        """Run `work` on `size` bytes or characters outside of the event loop's thread, and return its result."""
         return await anyio.to_thread.run_sync(work, limiter=self._long if size > LONG_TEXT else self._encoders)
 
     def requests(
@@ -159,7 +159,7 @@ class Service:
     async def requests_for(
         self, conversation: Conversation, sampling: Sampling, tokens: int | None, **settings: Any
     ) -> Prepared:
-        """Return engine requests that answer a conversation, ready to be queued."""
+        """Return engine requests for the answers to a conversation, ready to be queued."""
         tools = check_tools(conversation.tools)
         callable_, must = choose(tools, conversation.tool_choice)
         shown = tools if callable_ else None
@@ -221,7 +221,7 @@ class Service:
         self.prompts.check_length(length)
         longest = self.longest(length, tokens, default)
         generation = sampling.settings(self.engine, longest, grammar=form, **settings)
-        # Compiled here, so that the engine's steps do not wait for it.
+        # The grammar is compiled here, so that the engine's steps do not wait for it.
         if form is not None and not self.engine.grammars.has(form):
             if self._compilers.statistics().tasks_waiting >= self.settings.queue:
                 raise overloaded(f"{self.settings.queue} grammars wait to be compiled, and no more than that may")
@@ -238,18 +238,17 @@ class Service:
         return max(0.0, self.settings.timeout - (0.0 if turn is None else turn.waited))
 
     def check_choices(self, answers: int) -> None:
-        """Check that an HTTP request asks for no more answers than the server allows."""
         if answers > self.settings.choices:
             message = f"the request asks for {answers} answers, and {self.settings.choices} are allowed"
             raise ApiError(400, message[:200], param="n")
 
     def longest(self, prompt_tokens: int, limit: int | None, default: int | None = None) -> int:
-        """Return the largest number of tokens of an answer: `limit`, or `default`, or as many as fit the context."""
+        """Return the largest number of tokens of an answer: `limit`, else `default`, at most what fits the context."""
         room = self.engine.max_length - prompt_tokens
         return min(x for x in (limit or default or room, room, self.settings.max_tokens) if x is not None)
 
     async def submit(self, prepared: Prepared, *, streams: bool) -> Job:
-        """Queue engine requests until they get lanes of the batch. Call `end` on the returned job afterwards."""
+        """Queue engine requests until they get lanes of the batch. The returned job must be ended with `end`."""
         job = Job(prepared.requests, streams=streams, buffer=self.settings.buffer)
         job.parent = None if self.tracing is None else self.tracing.parent()
         seconds = self._seconds(prepared.turn)

@@ -1,4 +1,4 @@
-"""The routes /v1/sessions/NAME: download a stored conversation's state, upload it to another server, delete it."""
+"""The routes /v1/sessions/NAME: download, upload and deletion of a session, a conversation's stored state."""
 
 from __future__ import annotations
 

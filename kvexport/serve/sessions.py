@@ -1,7 +1,7 @@
 """The server's sessions: conversations whose KV cache is stored between HTTP requests (docs/tasks/sessions.md).
 
-The turns of a session run one after the other: a turn holds the lock of its session from before it reads the state
-until its HTTP response has been sent.
+The turns of a session run one after the other. A turn holds the lock of its session from before the session's state is
+read until the turn's HTTP response has been sent.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 HEADER = "x-session-id"
-ENDS = "kvexport.ends"  # of the ASGI scope: an exit stack that ends after the response has been sent
-RESTARTED = "X-Session-Restarted"  # a header of answers that read a conversation again because its state was lost
-_LOOK_SECONDS = 0.02  # between two tries to get the lock of a session in which another server runs a turn
+ENDS = "kvexport.ends"  # a key of the ASGI scope: an exit stack that is closed after the response was sent
+RESTARTED = "X-Session-Restarted"  # a header of responses whose conversation was read again, because its state was lost
+_LOOK_SECONDS = 0.02  # between two tries to lock a session in which another server runs a turn
 log = logging.getLogger("kvexport.serve")
 
 
@@ -52,7 +52,7 @@ class Turn:
 
 @dataclass
 class _Line:
-    """The turns of one session: the one that runs, and those that wait for the lock."""
+    """The turns of one session: the running turn, and the turns that wait for the session's lock."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     turns: int = 0
@@ -62,7 +62,7 @@ class _Line:
 class Sessions:
     """Asynchronous access to the server's stored sessions (conversations with their KV caches).
 
-    One thread works on their files, so that the event loop never waits for them.
+    One thread reads and writes the session files, so that the event loop never waits for them.
     """
 
     def __init__(self, manifest: Manifest, settings: ServeSettings) -> None:
@@ -71,7 +71,7 @@ class Sessions:
             raise UsageError("sessions cannot be shared without a folder", "--session-folder DIR")
         memory, disk = settings.session_memory, settings.session_disk
         self.store = SessionStore(manifest, memory=memory, folder=folder, disk=disk, shared=settings.session_shared)
-        self.memory_bytes, self.disk_bytes = 0, self.store.disk_bytes  # after the last use
+        self.memory_bytes, self.disk_bytes = 0, self.store.disk_bytes  # as of the latest access
         self._manifest, self._settings = manifest, settings
         # One thread runs all work in the order of its arrival, even the work whose client has gone meanwhile: the state
         # of a turn is never written after the next turn has begun.
@@ -82,7 +82,8 @@ class Sessions:
     async def begin(self, turn: Turn, *, required: bool = False) -> None:
         """Wait for the earlier turns of a session, and read the stored state that a turn begins from.
 
-        The turn has the lock of its session until the response to its request has been sent. A lost state is logged.
+        The turn has the lock of its session until the response to its request has been sent. A lost state is logged,
+        and raises ApiError if `required` is set.
         """
         ends: contextlib.AsyncExitStack = turn.request.scope[ENDS]
         began = time.monotonic()
@@ -106,7 +107,7 @@ class Sessions:
             raise _unusable(turn.name, error) from error
 
     async def get(self, name: str) -> Snapshot | None:
-        """Return the stored state (snapshot) of a session; None for a new name. Errors are those of `begin`."""
+        """Return the stored state (snapshot) of a session; None for a new name. A lost state raises ApiError."""
         try:
             return await self._in_thread(lambda: self.store.get(name))
         except (SnapshotError, EnvironmentProblem) as error:
@@ -114,7 +115,7 @@ class Sessions:
             raise _unusable(name, error) from error
 
     async def keep(self, turn: Turn, snapshot: Snapshot) -> None:
-        """Store the state (KV cache and tokens) of a session after a turn of its conversation."""
+        """Store the state (KV cache and tokens) of a session after a turn. Raise ApiError if that is impossible."""
 
         def work() -> None:
             if turn.superseded:
@@ -132,7 +133,7 @@ class Sessions:
             raise ApiError(507, message, code="session_not_kept") from error
 
     async def delete(self, name: str) -> bool:
-        """Delete a stored session, and return whether there was one. A turn that runs is not kept."""
+        """Delete a session, and return whether there was one. The session's running turn will not be stored."""
 
         def work() -> bool:
             known = self.store.delete(name)
@@ -147,7 +148,7 @@ class Sessions:
         return await self._in_thread(work)
 
     async def take(self, name: str, data: bytes) -> None:
-        """Store a session whose bytes came from another server. A turn that runs is not kept."""
+        """Store a session whose bytes came from another server. The session's running turn will not be stored."""
 
         def work() -> None:
             self.store.put(name, Snapshot.from_bytes(data, self._manifest))
@@ -156,7 +157,7 @@ class Sessions:
         await self._in_thread(work)
 
     def close(self) -> None:
-        """Finish the work on files, and let other servers use the folder."""
+        """Finish the reads and writes of session files, and let other servers use the session folder."""
         self._thread.shutdown()
         self.store.close()
 
@@ -169,7 +170,7 @@ class Sessions:
 
     @contextlib.asynccontextmanager
     async def _locked(self, name: str, turn: Turn | None) -> AsyncIterator[None]:
-        """Hold the lock of a session for a turn of it, here and among the servers of a shared folder."""
+        """Hold the lock of a session, in this server and among the servers that share the session folder."""
         line = self._lines.setdefault(name, _Line())
         line.turns += 1
         try:
@@ -203,7 +204,7 @@ class Sessions:
 
     @contextlib.asynccontextmanager
     async def _other_servers(self, name: str) -> AsyncIterator[None]:
-        """Hold the lock of a session among the servers of a shared folder."""
+        """Hold the lock of a session among the servers that share the session folder."""
         end = time.monotonic() + self._settings.timeout
         while not self.store.begin_turn(name):
             if time.monotonic() > end:
@@ -236,7 +237,7 @@ def turn_of(request: Request, body_name: str | None, answers: int = 1) -> Turn |
 
 
 def check_session_name(name: str) -> None:
-    """Raise an ApiError if no session can have the name."""
+    """Raise ApiError for a name that no session can have."""
     if not NAME.fullmatch(name):
         message = "session_id: 1 to 64 letters, digits, - and _, the first a letter or a digit"
         raise ApiError(400, message, param="session_id")

@@ -11,7 +11,7 @@ from kvexport.machine import KEPT_BYTES
 
 MIB = 1 << 20
 KEY_VARIABLE = "KVEXPORT_API_KEY"  # an API key of a server
-SUPERVISED = "KVEXPORT_SUPERVISED"  # set for a process that ends with the process that started it
+SUPERVISED = "KVEXPORT_SUPERVISED"  # set in the environment of a server that ends when its parent process ends
 
 
 @dataclass(frozen=True)
@@ -35,23 +35,22 @@ class ServeSettings:
     # Largest number of tokens of one answer; None allows as many as the artifact's length
     max_tokens: int | None = None
     timeout: float = 1800.0  # seconds that one HTTP request may take in total
-    keep_alive: float = 15.0  # seconds after which a stream without events gets a comment
+    keep_alive: float = 15.0  # seconds without events after which a stream sends a comment
     stall: float = 30.0  # seconds after which a client that receives no data counts as disconnected
     drain: float = 30.0  # seconds that running requests may still take when the server ends
     # Largest number of tokens of a stream that its client has not received yet; the server disconnects a client that
     # falls further behind
     buffer: int = 4096
     prefix_memory: int = KEPT_BYTES  # bytes for saved states of prompt prefixes; 0 saves none
-    session_memory: int = KEPT_BYTES  # bytes for sessions in memory
-    session_folder: str | None = None  # folder to which every turn of a session is written
-    session_disk: int = 16 << 30  # bytes of all files in that folder
-    session_shared: bool = False  # whether other servers of the artifact also use the folder
+    session_memory: int = KEPT_BYTES  # bytes in memory for sessions (stored conversations)
+    session_folder: str | None = None  # folder to which a session is written after every turn
+    session_disk: int = 16 << 30  # largest size of all files in the session folder in bytes
+    session_shared: bool = False  # whether other servers of the artifact also use the session folder
     # Seconds that a call which reads several prompts may take while other requests wait; None sets no bound. See
     # `EngineOptions.latency_budget`.
     latency_budget: float | None = 0.1
 
     def __post_init__(self) -> None:
-        """Raise UsageError for API keys that no client can send."""
         check_keys(self.api_keys)
 
 
@@ -59,7 +58,7 @@ _KEY = re.compile(r"[!-~]+")  # visible ASCII: a header cannot carry other chara
 
 
 def check_keys(keys: Sequence[str]) -> None:
-    """Check that every API key is visible ASCII without spaces."""
+    """Raise UsageError unless every API key is visible ASCII without spaces."""
     for number, key in enumerate(keys, 1):
         if not _KEY.fullmatch(key):
             wrong = "has characters other than visible ASCII" if key else "is empty"

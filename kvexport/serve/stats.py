@@ -1,4 +1,4 @@
-"""The occupancy of batch lanes and KV caches at a moment, for the server's page, /metrics and /stats."""
+"""The present occupancy of batch lanes and KV caches, for the server's chat page, /metrics and /stats."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def lanes_now(engine: Engine, lanes: Lanes) -> list[dict[str, Any]]:
 
 
 def tokens_per_slot(engine: Engine, lanes: Lanes) -> float:
-    """Return the compression: tokens per occupied KV-cache slot, over all lanes in use; 0 if none is in use."""
+    """Return how many tokens a KV-cache slot stands for, over all lanes in use; 0 if no lane is in use."""
     used = [request.lane for request in engine.running()]
     slots = sum(lanes.occupied(lane) for lane in used)
     return sum(lanes.length[lane] for lane in used) / slots if slots else 0.0
@@ -106,9 +106,9 @@ def full_bytes_per_token(plan: CachePlan) -> int:
 
 
 async def slots(service: Service, request: Request) -> Response:
-    """Answer a request for the KV-cache entries of one head of one lane, in order of position.
+    """Answer /stats/slots: the KV-cache entries of one KV head of one lane, in the order of their positions.
 
-    An entry has the position of its latest token, and its votes: the number of tokens that it stands for.
+    An entry has the position of its latest token, and votes, the number of tokens that the entry stands for.
     """
     layers = service.engine.plan.caches
     lane = _number(request, "lane", service.lanes.count)

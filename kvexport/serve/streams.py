@@ -36,7 +36,7 @@ def error_event(error: ApiError, path: str) -> bytes:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` and return its result, unless the HTTP client disconnects first."""
+    """Await `work` and return its result. Raise ClientGone if the HTTP client disconnects first."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -53,7 +53,7 @@ class EventStream(Response):
     Args:
         events: The bytes of the events.
         stall: Seconds after which a client that receives no data counts as disconnected.
-        on_end: Called when the stream ends for any reason.
+        on_end: A function that is called when the stream ends for any reason.
         headers: Further headers of the response.
     """
 
@@ -68,7 +68,6 @@ class EventStream(Response):
         self._sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the server-sent events until they end or the client has disconnected."""
         tasks = [asyncio.ensure_future(work) for work in (self._send(send), _gone(receive), self._watch())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -89,7 +88,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b""})
 
     async def _watch(self) -> None:
-        """Return as soon as sending one event takes longer than `stall` seconds, because the client reads nothing."""
+        """Return once the sending of an event has taken `stall` seconds, because the client reads nothing."""
         loop = asyncio.get_running_loop()
         while self._sending_since is None or loop.time() - self._sending_since < self._stall:
             await asyncio.sleep(self._stall / 4)

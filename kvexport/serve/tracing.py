@@ -1,8 +1,8 @@
 """OpenTelemetry spans of requests: their time in the queue, in prefill and in decode.
 
 Tracing is on if OTEL_TRACES_EXPORTER (`otlp` or `console`) or OTEL_EXPORTER_OTLP_ENDPOINT is set, or if the process has
-a tracer provider already (`opentelemetry-instrument`). A span is a child of the span in the client's `traceparent`
-header.
+a tracer provider already (`opentelemetry-instrument`). A request's span is a child of the span in the client's
+`traceparent` header.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def start(model: str) -> Tracing | None:
         return None
     if is_there("opentelemetry.trace"):
         provider = importlib.import_module("opentelemetry.trace").get_tracer_provider()
-        if type(provider).__name__ != "ProxyTracerProvider":  # a placeholder, if nobody has set one
+        if type(provider).__name__ != "ProxyTracerProvider":  # OpenTelemetry's placeholder for none
             return Tracing(model, provider)
     exporter_name = os.environ.get("OTEL_TRACES_EXPORTER") or (
         "otlp" if any(map(os.environ.get, _ENDPOINTS)) else "none"

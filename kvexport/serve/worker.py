@@ -1,7 +1,7 @@
-"""The engine of a server: one thread runs its steps, and the event loop sends it the requests of clients.
+"""The engine of a server: one thread runs the engine's steps, and the event loop sends it the clients' requests.
 
-No other thread uses the engine. The event loop queues function calls, which the thread makes between two steps. After
-each step the thread sends the new tokens to the event loop, in one message.
+No other thread uses the engine. The event loop queues function calls, such as the start of a client's request, which
+the thread makes between two steps. After each step the thread sends all new tokens to the event loop in one message.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger("kvexport.serve")
 
 
 class Update(NamedTuple):
-    """The result of one step for one request of a job."""
+    """The result of one engine step for one of the engine requests of a job (an HTTP call)."""
 
     choice: int  # number of the request within its job, from 0
     tokens: Sequence[Token]
@@ -39,14 +39,13 @@ class Update(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The text of the new tokens."""
         return "".join(token.text for token in self.tokens)
 
 
 class Job:
-    """The requests of one client, and the updates that the client has not received yet.
+    """The engine requests of one HTTP call, and their updates that the client has not received yet.
 
-    Only the event loop uses a job. Its requests belong to the worker's thread until they finish.
+    Only the event loop's thread uses a job. Its engine requests belong to the engine's thread until they finish.
     """
 
     def __init__(self, requests: Sequence[Request], *, streams: bool, buffer: int = 0) -> None:
@@ -54,14 +53,14 @@ class Job:
         self.streams = streams
         self.open = len(requests)  # requests that have not finished
         self.timer: asyncio.TimerHandle | None = None
-        self.parent: Any = None  # the parent span of its spans
+        self.parent: Any = None  # the OpenTelemetry parent of the requests' spans
         self._buffer, self._behind = buffer, 0
         self._updates: deque[Update] = deque()
         self._ready = asyncio.Event()
         self._error: ApiError | None = None
 
     def put(self, update: Update) -> bool:
-        """Pass the new tokens of one engine step to the HTTP handler that reads the job."""
+        """Queue the tokens of an engine step for the HTTP handler. Return False if a stream's client is too slow."""
         self._updates.append(update)
         self._behind += len(update.tokens)
         self.open -= update.finish_reason is not None
@@ -69,12 +68,12 @@ class Job:
         return self._behind <= self._buffer or not self.streams
 
     def fail(self, error: ApiError) -> None:
-        """End the job for its reader with an error."""
+        """End the job with an error, which `updates` raises in the HTTP handler."""
         self._error = self._error or error
         self._ready.set()
 
     async def updates(self, every: float) -> AsyncIterator[Update | None]:
-        """Yield the updates, such as new tokens, of the requests of an HTTP call, until all requests have finished."""
+        """Yield the updates (new tokens) until all requests have finished, and None after `every` quiet seconds."""
         loop, quiet = asyncio.get_running_loop(), False
         timer: asyncio.TimerHandle
 
@@ -128,9 +127,9 @@ class Worker:
         self.tracing = tracing
         self.room = room
         self.pending = 0  # requests that have not finished, or are about to be queued
-        self.generated = 0  # tokens, of all requests
+        self.generated = 0  # tokens generated for all requests
         self.draining = False
-        self.failed = False  # the thread has ended by an error: no request will be answered any more
+        self.failed = False  # an error ended the engine's thread: no request will be answered any more
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = EngineThread(engine, self._deliver, lambda _: self._to_loop(self._fail))
         self._entries: dict[int, _Entry] = {}
@@ -139,13 +138,13 @@ class Worker:
     # The methods below run in the event loop's thread.
 
     def start(self) -> None:
-        """Start the thread, which sends its messages to the running event loop."""
+        """Start the engine's thread, which sends its messages to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     @property
     def alive(self) -> bool:
-        """Whether the thread that runs the engine is alive and takes requests."""
+        """Whether the engine's thread runs and takes requests."""
         return self._thread.alive and not self.draining
 
     def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
@@ -153,7 +152,7 @@ class Worker:
         return asyncio.wrap_future(self._thread.call(function), loop=self._loop)
 
     async def submit(self, job: Job) -> None:
-        """Queue the requests of a job. The caller must call `cancel` afterwards in every case."""
+        """Queue the engine requests of a job. The caller must call `cancel` for the job afterwards in every case."""
         if self.failed:
             raise engine_failed()
         if self.draining:
@@ -173,13 +172,13 @@ class Worker:
         self._jobs.discard(job)
 
     def cancel(self, job: Job) -> None:
-        """Cancel the requests of a job that still run. Their lanes are free at the next step."""
+        """Cancel the requests of a job that still run. Their lanes are free at the next engine step."""
         if job.open and job in self._jobs:
-            with suppress(EngineEndedError):  # nothing of the job runs any more
+            with suppress(EngineEndedError):  # the thread has ended, and with it all requests
                 self._thread.call(lambda: self._cancel(job)).add_done_callback(_log_error)
 
     async def drain(self, seconds: float) -> None:
-        """Take no more requests, and wait for the running ones. After `seconds` they are cancelled."""
+        """Take no more requests, and cancel the running requests if they take longer than `seconds` seconds."""
         self.draining = True
         end = time.monotonic() + seconds
         while self._jobs and time.monotonic() < end:
@@ -189,7 +188,7 @@ class Worker:
             self.cancel(job)
 
     async def close(self) -> None:
-        """End the thread. Requests that still run are cancelled."""
+        """Cancel the requests that still run, and end the engine's thread."""
         self.draining = True
         with suppress(EngineEndedError):
             await self.call(self._cancel_all)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _SHORT_TEXT = 1 << 16  # characters; a shorter text is encoded in milliseconds, and its tokens are counted exactly
-LONG_TEXT = 100_000  # characters; a longer text is encoded in another thread, so that short ones need not wait
+LONG_TEXT = 100_000  # characters; longer texts are encoded in a thread of their own, and short ones do not wait
 LARGE_TEXT = 1 << 20  # characters; encoding a longer text takes some 100 MB
 
 

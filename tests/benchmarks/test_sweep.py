@@ -37,7 +37,6 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return Result(setting.label, setting.budget, 8, 1, None, {"text": score})
 
     monkeypatch.setattr(sweep, "Run", Noted)
-    monkeypatch.setattr(sweep, "RESULTS", tmp_path)
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     return noted
 

@@ -21,9 +21,7 @@ PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 # overwrites the files of the other.
 SAME_MODULE = {"cpu": "onnxruntime", "cuda": "onnxruntime-gpu"}
 INSTALL_GPU = "pip install 'kvexport[gpu]' && pip install --force-reinstall --no-deps onnxruntime-gpu"
-NO_WHEEL = (
-    "ONNX Runtime compiled with --use_cuda on this machine, or --backend tensorrt: onnxruntime-gpu has no wheel for"
-)
+NO_WHEEL = "ONNX Runtime compiled with --use_cuda on this machine, or another backend: onnxruntime-gpu has no wheel for"
 INSTALL_CUDA = "pip install 'onnxruntime-gpu[cuda,cudnn]'"
 # The oldest Linux driver of NVIDIA for each major version of CUDA (NVIDIA's release notes of CUDA).
 DRIVERS = {12: 525, 13: 580}

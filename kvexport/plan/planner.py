@@ -56,10 +56,10 @@ def _planned(recipe: Recipe, method: Method, i: int, layer: LayerGeometry, share
         name = _name(i, head, apart=len(budgets) > 1)
         sinks, recent, merges = recipe.cache.sinks, _recent(recipe, budget), budget < recipe.limits.max_length
         if method.compresses and merges and budget < sinks + recent + 1:
-            window = ", the size of its sliding window," if budget == layer.sliding_window else ""
+            window = ", the size of its sliding window" if budget == layer.sliding_window else ""
             raise UsageError(
-                f"{name} has a budget of {budget} slots{window} which cannot hold {sinks} sinks, {recent} recent and "
-                "one more",
+                f"{name} has a budget of {budget} slots{window}, which cannot hold {sinks} sinks, {recent} recent "
+                "and one more",
                 _enough(recipe, "cache.budget", most),
             )
         capacity = recipe.capacity(budget) if merges else budget

@@ -53,14 +53,18 @@ class AttentionMatching(Fitting):
 
     @property
     def vote_exponent(self) -> float:
-        """The factor alpha of the attention bias ``alpha * ln(votes)``, 1: a slot counts as often as it has tokens."""
+        """The factor alpha of the attention bias ``alpha * ln(votes)``, which is 1.
+
+        A slot with p votes, which stands for p tokens, attracts as much attention as p equal keys.
+        """
         return 1.0
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
         """The statistics of every slot: with ``after: ballot`` those of the method `ballot`.
 
-        With ``after: drop`` recent queries rank slots for eviction, and the only statistic is never updated.
+        With ``after: drop`` the attention of the stored recent queries ranks slots for eviction, so attention updates
+        no statistic.
         """
         return Ballot().own_statistics if self.after == "ballot" else (Statistic(),)
 

@@ -16,12 +16,13 @@ from kvexport.schema.policy import MergePolicy
 
 
 class Ballot(Merging):
-    """KeepKV's merge without its similarity threshold, and with an eviction order by the error of the merge.
+    """Ballot, kvexport's own method: KeepKV's merge without a similarity threshold, and eviction by merge error.
 
-    With a similarity threshold, the attention mass of every rejected slot is lost. The cosine of two keys k_e and k_c
-    gives no bound if their norms differ, while ``|q (k_e - k_c)| <= |q| |k_e - k_c|`` bounds the change of a query q's
-    logit. Past attention alone does not show which slots are superfluous, because a slot that no query has needed yet
-    has received none. The error of merging the slot into another one does show it.
+    KeepKV drops an evicted slot if no key is similar enough, and the slot's attention mass is lost. If a merge replaces
+    key k_e by key k_c, ``|q (k_e - k_c)| <= |q| |k_e - k_c|`` bounds the change of a query q's logit. The cosine of the
+    two keys gives no such bound if their norms differ. Past attention alone does not show which slots are superfluous,
+    because a slot that no query has needed yet has received no attention. The error of a merge into another slot shows
+    how superfluous a slot is.
 
     Attributes:
         order: ``least-error`` first evicts the slots whose merge costs least. The cost of merging slot e into slot c is
@@ -58,7 +59,10 @@ class Ballot(Merging):
 
     @property
     def vote_exponent(self) -> float:
-        """The factor alpha of the attention bias ``alpha * ln(votes)``, 1: a slot counts as often as it has tokens."""
+        """The factor alpha of the attention bias ``alpha * ln(votes)``, which is 1.
+
+        A slot with p votes, which stands for p tokens, attracts as much attention as p equal keys.
+        """
         return 1.0
 
     @property

@@ -82,10 +82,11 @@ class Method(BaseModel):
 
     @property
     def merges_values_as_keys(self) -> bool:
-        """Whether a merge gives the values the same weights as the keys, and changes neither in another way.
+        """Whether a merged key and a merged value are means with the same weights, and nothing else changes them.
 
-        A value that is a part of its key then stays that part, so that only the key is stored (latent attention). By
-        default the merge policy decides. For a method without a merge policy the default is False.
+        In latent attention a value is a part of its key. Such a merge keeps the merged value that part of the merged
+        key, so that only keys are stored. By default the merge policy decides. For a method without a merge policy the
+        default is False.
         """
         policy = self.policy()
         if policy is None or policy.fit is not None:

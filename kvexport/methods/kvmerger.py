@@ -54,7 +54,7 @@ class KVMerger(Merging):
         """Return the keep score [B, H, C] of every cache slot, by which slots are evicted, lowest first.
 
         In a run of similar tokens the most attended slot, the pivot, is kept: all its other slots have the lowest
-        scores. The slots that are in no run follow by importance, and so do the pivots.
+        scores. The pivots, and all slots outside of runs, have higher scores, in the order of their importance.
         """
         import torch
 
@@ -94,7 +94,7 @@ class KVMerger(Merging):
         return sets.write(slots, key, value, votes, sets.scores(slots, self.statistics))
 
     def _pivots(self, slots: Slots, unprotected: Tensor, importance: Tensor, count: int) -> Tensor:
-        """Return the slot [B, H, C] int64 that each slot's run of similar tokens merges into: the run's most attended.
+        """Return the pivot of each slot's run of similar tokens, the run's most attended slot; [B, H, C] int64.
 
         For a slot that is in no run, the result is the slot itself.
         """

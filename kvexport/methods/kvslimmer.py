@@ -15,8 +15,8 @@ class KVSlimmer(NeighbourPairs):
     """KVSlimmer: neighbouring slots merge in pairs whose keys are weighted by terms of the Hessian.
 
     The Hessian needs only quantities of the forward pass. With ``a = A / sum A`` for a slot's accumulated probability
-    A, and ``o = sum a v`` over the values v, the terms of slots 1 and 2 are ``c_ii = a_i (1 - 2 a_i)(v_i - o)`` and
-    ``c_12 = -a_1 a_2 (v_1 + v_2 - 2 o)``. The weight of key i is ``max(|c_ii| - |c_12|, 0)``.
+    A, and ``o = sum a v`` over the values v, the terms of the Hessian for a pair of slots 1 and 2 are ``c_ii = a_i (1 -
+    2 a_i)(v_i - o)`` and ``c_12 = -a_1 a_2 (v_1 + v_2 - 2 o)``. The weight of key i is ``max(|c_ii| - |c_12|, 0)``.
 
     Attributes:
         tau: If the sum of both weights of a pair is at most ``tau (|c_11| + |c_22|)``, with the terms c of the Hessian,

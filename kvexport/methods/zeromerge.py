@@ -50,8 +50,8 @@ class ZeroMerge(Merging):
         """Return the rule of `zeromerge` as a merge policy, the data that native kernels run.
 
         The slot of the lowest decayed sum of attention is evicted first, but slots that have merged before are evicted
-        last. An evicted slot joins the running mean of the residual slot whose key has the largest dot product with its
-        own.
+        last. An evicted slot joins the running mean of the residual slot whose key has the largest dot product with the
+        evicted slot's key.
         """
         return self.selected(
             MergePolicy(select="score", merged_last=True, merge="running_mean", measure="dot", residual=self.residual)

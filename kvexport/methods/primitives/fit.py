@@ -28,7 +28,8 @@ def fitted(fit: Fit, before: Slots, merged: Slots, evicted: Evicted) -> Slots:
     """Return the merged cache slots with values, or votes and values, that are fitted to recent queries.
 
     The fit makes the attention outputs of the stored recent queries over the kept slots similar to those over all slots
-    of `before`. Slots that cannot receive evicted ones, and heads without evictions, do not change.
+    of `before`. Slots that may not receive evicted slots (sinks, for example), and KV heads without evictions, do not
+    change.
 
     Args:
         fit: The settings of the fit.
@@ -124,10 +125,10 @@ def probabilities(logits: Tensor) -> Tensor:
 
 
 def shares_of(slot_logits: Tensor, all_logits: Tensor) -> Tensor:
-    """Return exp(logit) of each cache slot as a share of the sum of exp(logit) over other slots.
+    """Return exp(logit) of each cache slot, divided by the sum of exp(logit) over the slots of `all_logits`.
 
     Args:
-        slot_logits: [..., C]; LOW gives the share 0.
+        slot_logits: [..., C]. A slot that a query does not see has the logit LOW, and the share 0.
         all_logits: [..., C'], over which the total is taken.
 
     Returns:
@@ -175,11 +176,12 @@ def fitted_values(read: Tensor, value: Tensor, output: Tensor, free: Tensor, rid
 
 
 def inverse(gram: Tensor, ridge: float) -> Tensor:
-    """Return ``(gram + ridge I)^-1`` by Newton's iteration ``N <- N + N (I - A N)`` (Schulz 1933).
+    """Return the inverse of ``A = gram + ridge I`` by Newton's iteration ``N <- N + N (I - A N)`` (Schulz 1933).
 
-    The number of steps until convergence is known: the eigenvalues of A = gram + ridge I are at least `ridge` and at
-    most W + ridge, because no row's sum of squares is above 1. Every step corrects the rounding errors of earlier
-    steps, so the float32 result is accurate to about the condition number, at most ``W / ridge + 1``, times 6e-8.
+    The number of steps until the estimate N converges is known, because the eigenvalues of A are between `ridge` and W
+    + ridge: `gram` has the products of W rows whose sums of squares are at most 1. Every step corrects the rounding
+    errors of earlier steps, so the float32 result is accurate to about the condition number, at most ``W / ridge + 1``,
+    times 6e-8.
 
     Args:
         gram: [..., W, W], the products of W rows of probabilities with one another.

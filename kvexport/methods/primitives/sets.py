@@ -1,8 +1,8 @@
 """Merge sets: a target, which is a kept cache slot, and all the evicted slots that merge into it at once.
 
-All quantities of merge sets are computed for each evicted slot, because these are few, and only the rows of targets are
-written. All evicted slots of one set compute the same row. The first of them writes it to the target, and the others
-write it to their own slot, which is dropped anyway.
+The merged key, value, votes and scores are computed once for each evicted slot, because few slots are evicted. All
+evicted slots of one set therefore compute the same result. The first of them writes the result to the target. The
+others write it to their own slots, which are dropped afterwards.
 """
 
 from __future__ import annotations

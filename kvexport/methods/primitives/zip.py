@@ -19,15 +19,15 @@ def zipped(
 
     A merge set is a kept slot with the evicted slots that merge into it. The weight of a slot is ``w = p exp(logit)``,
     where p are its votes. The new key is ``k = sum w k / sum w``, and the new value likewise. With ``L = sum w logit /
-    sum w`` the mode decides the votes and the key's length.
+    sum w`` the mode decides the merged votes and the length of the merged key.
 
     Args:
         slots: The layer's cache.
         sets: The merge sets.
         logit: [B, H, C], ln of the score that weights the merge.
-        mode: ``mean`` adds votes up. ``vote`` stores fractional votes, ``ln p = ln(sum w) - L``. ``key`` adds votes up
-            and scales the key by ``(ln(sum w) - ln(sum p)) / L`` (Eq. 7 of the KeepKV paper), or does as ``vote`` if
-            that factor is outside [1/x, x].
+        mode: ``mean`` adds votes up. ``vote`` stores fractional votes, exp(ln(sum w) - L). ``key`` adds votes up and
+            scales the key by ``(ln(sum w) - ln(sum p)) / L`` (Eq. 7 of the KeepKV paper), or does as ``vote`` if that
+            factor is outside [1/x, x].
         key_factor_max: The bound x.
     """
     import torch

@@ -1,4 +1,4 @@
-"""Reading of JSON that a client or a model wrote: the number of its values, their depth and their sizes are bounded."""
+"""Reading of untrusted JSON of a client or a model, with bounds on the number, nesting depth and size of its values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def count_values(data: bytes, most: int = MOST_VALUES) -> int:
     """Return an upper bound of the number of values and keys in a JSON text; the exact number if it is above `most`.
 
     A parser creates a Python object for each value and key, and holds the interpreter's lock meanwhile. This function
-    counts them beforehand with NumPy, which releases the lock.
+    counts the values and keys beforehand with NumPy, which releases the lock, so that a reader can refuse too many.
     """
     upper = 1 + sum(data.count(character) for character in _STRUCTURE)
     if upper <= most:

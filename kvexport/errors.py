@@ -1,4 +1,4 @@
-"""The errors that a user may see. Each has the problem, the value that was found, and the line that fixes it.
+"""The errors that kvexport shows to users. Each states the problem, the value found, and what the user can do.
 
 A command of kvexport that fails exits with the exit code of the error's class.
 """

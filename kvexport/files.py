@@ -1,4 +1,4 @@
-"""Files that are whole or absent, whatever interrupts their writer, and digests of files and of JSON values."""
+"""Atomic writing of files, which leaves no partial file after an interruption, and digests of files and JSON."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def sync(file: BinaryIO) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write a folder's names to the disk, so that a rename outlives a loss of power."""
+    """Flush a folder's directory entries to the disk, so that a rename in the folder survives a loss of power."""
     with suppress(OSError):  # some file systems cannot do this, and write names by themselves soon
         number = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -1,4 +1,4 @@
-"""The machine's memory, and how many of its cores suit a model on the CPU."""
+"""The machine's memory, and the number of threads with which a model runs fastest on its CPU."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def machine_memory() -> tuple[int, int]:
 
 
 def require_memory(size: int, purpose: str, fix: str) -> None:
-    """Raise EnvironmentProblem if an allocation exceeds the machine's memory; the system would kill the process."""
+    """Raise EnvironmentProblem if an allocation exceeds the machine's memory, for which the system kills processes."""
     total, _ = machine_memory()
     if 0 < total < size:
         raise EnvironmentProblem(

@@ -15,9 +15,9 @@ QUIET = {
 
 
 def silence_dependencies() -> None:
-    """Set the environment variables of QUIET that the user has not set, unless the variable SWITCH is 1.
+    """Turn off usage reports of dependencies by the environment variables QUIET, unless the variable SWITCH is 1.
 
-    Child processes inherit the variables.
+    Variables that the user has set stay as they are. Child processes inherit the variables.
     """
     if os.environ.get(SWITCH) == "1":
         return

@@ -1,7 +1,6 @@
-"""The Python packages that each command needs: which are missing or too old, and the line that installs them.
+"""The Python packages that each command needs: which are missing or too old, and the command that installs them.
 
-This module imports only the standard library, and modules of kvexport that do the same. The module therefore works if
-all other packages are missing.
+This module works if all other packages are missing, because its imports need only the standard library.
 """
 
 from __future__ import annotations

@@ -164,12 +164,12 @@ def built_again(root: Path) -> str:
 
 
 def no_artifact(root: Path, problem: str) -> ArtifactError:
-    """Return the error for a directory without an artifact's manifest; it never advises to remove the directory."""
+    """Return the error for a directory that has no manifest. The error never advises to remove the directory."""
     return ArtifactError(f"{root} is no artifact: {problem}", instead_of(root))
 
 
 def instead_of(path: Path) -> str:
-    """Return advice for a user who names a path that is no artifact; no advised command writes to that path."""
+    """Return advice for a user who names a path that is no artifact. No advised command writes to the path."""
     is_model = path.suffix == ".gguf" if path.is_file() else (path / "config.json").is_file()
     if is_model and not (path / "decoder.onnx").exists():  # an artifact that lost its manifest has a config.json too
         return f"kvexport build {shlex.quote(str(path))} --out ARTIFACT, and name ARTIFACT here"
@@ -240,9 +240,10 @@ def _written_form(manifest: dict[str, Any]) -> Iterator[str]:
 
 
 def _spells(manifest: dict[str, Any], raw: bytes) -> bool:
-    """Return whether the bytes of manifest.json are exactly the form in which kvexport writes the manifest.
+    """Return whether the bytes `raw` of manifest.json are exactly those that kvexport writes for the manifest's values.
 
-    The bytes are compared piece by piece, because the indentation of deeply nested hostile JSON would fill the memory.
+    The bytes are compared piece by piece, because hostile JSON could be nested so deeply that its indentation would
+    fill the memory.
     """
     offset = 0
     for piece in _written_form(manifest):

@@ -1,6 +1,6 @@
 """The manifest of an artifact as typed values: the model, the recipe that it was built from, and its files.
 
-`kvexport.artifact.digests` writes and digests manifests, and compares them with the files.
+`kvexport.artifact.digests` writes manifests with the files' digests, and compares manifests with files.
 """
 
 from __future__ import annotations

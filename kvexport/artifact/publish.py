@@ -1,9 +1,8 @@
 """The atomic publication of an artifact: complete or not at all (docs/reference/contract.md, section 5).
 
-An artifact is a directory of files and `manifest.json`. Next to an artifact `name`, on the same file system, there may
-be `.name.lock`, which a running build locks, `.name.stage-*`, which a build writes or a killed build left, and
-`.name.old`. The directory `.name.old` exists only for an instant, on file systems that cannot exchange two directories
-in one step.
+An artifact is a directory of files and `manifest.json`. A build of the artifact `name` locks the file `.name.lock` and
+writes into the directory `.name.stage-*`, both next to `name`. On file systems that cannot exchange two directories in
+one step, the old artifact is `.name.old` for an instant.
 """
 
 from __future__ import annotations
@@ -30,10 +29,11 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 def staging(target: Path) -> Iterator[Path]:
     """Yield a fresh directory to write an artifact into, and publish it as `target` when the block ends.
 
-    Publication is one step, after a sync. The block must end with `write_manifest`. An artifact at `target` stays
-    readable until the new one replaces it, and is then deleted with everything else in its directory. If the block
-    raises, the staging folder is removed and `target` stays unchanged. After a kill -9 `target` is absent, the old
-    artifact or the new one, and the next build of `target` removes everything that was left next to it.
+    The new artifact is flushed to the disk and then appears at `target` in one step. The block must end with
+    `write_manifest`. An artifact at `target` stays readable until the new one replaces it, and is then deleted with
+    everything else in its directory. If the block raises, the staging folder is removed and `target` stays unchanged.
+    After a kill -9 `target` is absent, the old artifact or the new one, and the next build of `target` removes
+    everything that was left next to it.
     """
     target = place(Path(target))
     _refuse_foreign(target)
@@ -68,7 +68,7 @@ def staging(target: Path) -> Iterator[Path]:
 
 
 def place(target: Path) -> Path:
-    """Return the path of an artifact with its parent resolved, so that two spellings of one path share one lock."""
+    """Return an artifact's path with its parent folder resolved, so that all spellings of a path share a lock file."""
     if target.name in ("", ".."):
         target = target.resolve()
     try:
@@ -206,7 +206,7 @@ def identity(path: Path | int) -> tuple[int, int] | None:
 
 
 def _tidy(target: Path) -> None:
-    """Restore an artifact that a killed build had moved aside, and remove the stages that killed builds left.
+    """Restore an artifact that a killed build had moved aside, and remove the staging folders of killed builds.
 
     The caller holds the lock file of `target`.
     """
@@ -264,7 +264,7 @@ def _sync(path: Path) -> None:
 
 
 def _publish(work: Path, target: Path) -> None:
-    """Move a build's synced staging folder to the target; the target's old contents take its place."""
+    """Move a build's complete staging folder `work` to `target`. An old artifact at `target` is moved to `work`."""
     _refuse_foreign(target)
     try:
         if not (os.path.lexists(target) and any(target.iterdir())):

@@ -1,4 +1,4 @@
-"""Loading of an artifact: its manifest, after a check of all files that the manifest lists."""
+"""Loading of an artifact's manifest, after a check of all files that the manifest lists."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _existing(path: Path) -> Path:
 
 
 def _comes_back(target: Path) -> bool:
-    """Return whether a missing artifact may exist by now, so that the caller should look for it again.
+    """Return whether an artifact that was missing may exist by now, so that the caller should look for it again.
 
     A build replaces an artifact by two renames, between which the artifact is missing. If a killed build left the old
     artifact under its temporary name, this function restores it.

@@ -23,7 +23,7 @@ from kvexport.images.rows import call_images
 
 @dataclass(frozen=True)
 class Ahead:
-    """A decode call that has begun on the device, and whose logits the host has not read yet."""
+    """A decode call that the device computes ahead: the host has started it but has not read its logits yet."""
 
     # Requests of the call, in the order of their lanes. A request that ended after the call began needs no logits.
     requests: Sequence[Request]
@@ -91,22 +91,23 @@ class ModelCalls:
         return [self.choose(request, rows, request.lane) for request in requests]
 
     def _may_follow(self, requests: Sequence[Request]) -> bool:
-        """Return whether the device itself can choose each request's next token: that of the largest logit."""
+        """Return whether each request's next token is that of the largest logit, so that the device can choose it."""
         return self._pool.state.runs_ahead and all(request.is_foreseen(self._max_length) for request in requests)
 
     def _begin(self, requests: Sequence[Request], decode: Callable[..., Pending]) -> Pending:
-        """Append a token to the lane of each request without a merge, and return a function that waits for the logits.
+        """Start a decode call for the requests' lanes, without merges; return a function that waits for the logits.
 
-        `decode` gets each request's last token, but may take the tokens that the device chose itself
-        (`ModelState.follow`).
+        The function `decode` starts the call with the last token of each request. If the device chose these tokens
+        itself, `decode` may ignore its argument and use the device's tokens (`ModelState.follow`).
         """
         return self._pool.lanes.begin(decode, _last_tokens(requests), first=0)
 
     def take_ahead(self, *, follow: bool) -> list[Request]:
-        """Read the logits of the decode call that the device has begun, and return the requests that got tokens.
+        """Read the logits of the decode call that runs on the device, and return the requests that got tokens.
 
-        With `follow`, the next decode call begins first. A request may have ended after its call began. Its lane is
-        cleared before another request gets the lane, so the token that the call appended there has no effect.
+        With `follow`, the device gets its next decode call before the logits are read. If a request has ended since its
+        decode call was started, the token that the call appended to the request's lane has no effect, because the lane
+        is cleared before another request gets it.
         """
         start, call = time.perf_counter(), self.ahead
         assert call is not None
@@ -128,7 +129,7 @@ class ModelCalls:
         return requests
 
     def forget_ahead(self) -> None:
-        """Wait for the decode call that the device has begun, if there is one, and drop the call's logits."""
+        """Wait for the decode call that runs on the device, if there is one, and drop its logits."""
         call, self.ahead = self.ahead, None
         if call is not None:
             call.rows()
@@ -187,7 +188,7 @@ class ModelCalls:
 
 
 def _last_tokens(requests: Sequence[Request]) -> list[Tokens]:
-    """Return the last token of each lane's request, up to the last lane. Lanes without a request get no token."""
+    """Return the last token of each request by lane, up to the last request's lane; no token for empty lanes."""
     tokens: list[Tokens] = [()] * (requests[-1].lane + 1)
     for request in requests:
         tokens[request.lane] = (request.last_token,)
@@ -195,5 +196,5 @@ def _last_tokens(requests: Sequence[Request]) -> list[Tokens]:
 
 
 def _timings(requests: Sequence[Request]) -> Iterable[Timing]:
-    """Return the timing records of requests, each once. Requests that were submitted together share a record."""
+    """Return the different timing records of requests. Requests that were submitted together share a record."""
     return {id(request.timing): request.timing for request in requests}.values()

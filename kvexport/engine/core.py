@@ -219,13 +219,13 @@ class EngineCore:
     # ---- the parts of a step ----
 
     def _goes_on(self) -> bool:
-        """Return whether the next step decodes for exactly the requests of the decode call that has begun."""
+        """Return whether the next step decodes for exactly the requests whose decode call runs on the device."""
         call = self._calls.ahead
         assert call is not None
         return self._scheduler.decodes_only and all(request.state is DECODING for request in call.requests)
 
     def _catch_up(self) -> list[Request]:
-        """Read the logits of the decode call that the device has begun, so that no call is in progress."""
+        """Read the logits of the decode call that runs on the device, so that no call is in progress."""
         call = self._calls.ahead
         assert call is not None
         work = Schedule(decode=[request for request in call.requests if request.state is DECODING])
@@ -362,7 +362,7 @@ class EngineCore:
         return GenerationSettings.from_generation_config(self.generation_config, **overrides)
 
     def encode(self, prompt: Prompt, *, after: Snapshot | None = None) -> Ids:
-        """Return the token ids of a prompt, [n] int64, after those of the snapshot `after` that it continues."""
+        """Return the token ids of a prompt, [n] int64, preceded by those of the snapshot `after`, if it is given."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UsageError("the artifact has no tokenizer.json, so a prompt cannot be text", "pass token ids")

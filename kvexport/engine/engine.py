@@ -322,7 +322,7 @@ class Engine(EngineCore):
         response_format: Mapping[str, Any] | None = None,
         **overrides: Any,
     ) -> tuple[list[int], PromptImages | None, GenerationSettings, AnswerPlan]:
-        """Return a conversation's token ids, images and settings, and the plan that splits the answer's text."""
+        """Return a conversation's token ids, encoded images and settings, and the plan by which its answer is split."""
         generation = settings or self.settings(**overrides)
         form = response_form(response_format)
         if form is not None and generation.grammar is not None:

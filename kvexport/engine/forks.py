@@ -30,7 +30,7 @@ class Forks:
             self._parents.append(request)
 
     def keep(self) -> None:
-        """Save the lanes that waiting forks start from and that the next step will change."""
+        """Save the lanes that waiting forks (further answers) start from, if the next step will change the lanes."""
         for parent in self._parents:
             end = parent.prompt_end
             assert end is not None
@@ -38,7 +38,7 @@ class Forks:
                 parent.prompt_end = replace(end, saved=self._pool.lanes.save(end.lane))
 
     def begin(self, request: Request, parent: Request) -> HostRows:
-        """Copy the KV cache after the prompt into a fork's lane, and return the logits of the fork's first token."""
+        """Copy the KV cache after the parent's prompt into the fork's lane, and return the logits after the prompt."""
         end = parent.prompt_end
         assert end is not None
         if end.saved is None:

@@ -32,7 +32,7 @@ class LanePool:
         return cast(ModelState, self.lanes.state)
 
     def make(self, needed: int, *, others: bool) -> None:
-        """Grow the pool of batch lanes to at least `needed` lanes; `others` says whether running requests use lanes."""
+        """Grow the pool to at least `needed` batch lanes. With `others`, running requests keep their KV caches."""
         present = 0 if self._lanes is None else self._lanes.count
         if needed > present and not others:
             self._lanes, self._used = None, {}  # frees the old state before the new one is made

@@ -68,7 +68,7 @@ class Lanes:
         self._count(range(lanes))
 
     def clear(self, first: int = 0, last: int | None = None, *, poisoned: bool = False) -> None:
-        """Empty the KV caches of lanes first <= lane < last (default: all). `poisoned`: they may contain NaN."""
+        """Empty the KV caches of lanes first <= lane < last, or of all lanes; `poisoned`: caches may contain NaN."""
         last = self.count if last is None else last
         self.state.clear(first, last, poisoned=poisoned)
         self._held[first:last] = 0
@@ -76,11 +76,11 @@ class Lanes:
         self._count(range(first, last))
 
     def counters(self, lane: int) -> Counters:
-        """Return the counters of one lane: occupied slots after its last merge, tokens since then, tokens in all."""
+        """Return a lane's counters: occupied slots of each KV head after a merge, tokens since then, all tokens."""
         return Counters(tuple(self._held[lane].tolist()), self._added[lane], self.length[lane])
 
     def occupied(self, lane: int) -> float:
-        """Return a lane's occupied slots, on average over the KV heads that evict entries; its tokens if none does."""
+        """Return a lane's occupied slots, averaged over KV heads that evict entries; if no head does, its tokens."""
         if not self._compresses.any():
             return self.length[lane]
         return float(self._held[lane][self._compresses].mean()) + self._added[lane]
@@ -143,7 +143,7 @@ class Lanes:
         self._count((lane,), counters.added)
 
     def _count(self, lanes: Iterable[int], added: int = 0) -> None:
-        """Recount the room of lanes after a merge; `added` tokens have been appended since that merge."""
+        """Compute how many tokens fit into lanes, to which `added` tokens were appended since the last merge."""
         for lane in lanes:
             occupied = self._held[lane]
             self._added[lane] = added

@@ -71,8 +71,8 @@ class Prefixes:
     def _borders(self, keys: Keys, read: int) -> set[int]:
         """Return the chunk borders at which a prompt's KV cache should be saved for later prompts.
 
-        These borders are the last one, earlier ones at doubling distances from it, and the last border that an earlier
-        prompt shares, because the next prompt is likely to differ from there on.
+        These are the prompt's last chunk border, borders at doubling distances before it, and the last border up to
+        which an earlier prompt had the same tokens. The next prompt is likely to differ from there on.
         """
         last, back = max(keys, default=0), self.chunk
         borders = {last}
@@ -83,9 +83,9 @@ class Prefixes:
         return {border for border in borders if border > read}
 
     def leads(self, request: Request, prefilling: Iterable[Request]) -> bool:
-        """Return whether a prompt that is being read will soon save a prefix that this request can start from.
+        """Return whether another request, whose prompt is being read, will save a prefix that `request` can start from.
 
-        Waiting for that prefix is faster than reading its tokens again.
+        Waiting for that prefix is faster than reading its tokens a second time.
         """
         keys = request.keys
         have = next((border for border in reversed(keys) if keys[border] in self._saved), 0)

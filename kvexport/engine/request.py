@@ -275,7 +275,7 @@ class Request:
 
     @property
     def _resumes(self) -> bool:
-        """Whether the request, which has no prompt, resumes its snapshot's answer or unread prompt."""
+        """Whether the request has no prompt of its own, and resumes the answer or unread prompt of its snapshot."""
         return self.start is not None and len(self.prompt) == 0
 
     def waiting_state(self, plan: CachePlan) -> Saved:
@@ -325,7 +325,7 @@ class Request:
         return min(left, max_length - len(self.ids) - len(self.tokens))
 
     def is_foreseen(self, max_length: int) -> bool:
-        """Return whether the next token is surely that of the largest logit, and the answer may go on after it.
+        """Return whether the next token is surely that of the largest logit, and the answer may have further tokens.
 
         The result is False if `keep` is set, because the lane is then saved at the end of the answer.
 

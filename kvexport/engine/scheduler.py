@@ -6,8 +6,8 @@
 - Every step reads one prompt chunk. Steps alternate between the prompt with the fewest unread chunks and the prompt
   that arrived first. So equal prompts finish in the order of arrival, a short prompt waits for at most one chunk of a
   longer one, and the first prompt gets at least half of the prefill calls.
-- Prompt chunks of neighbouring lanes join the same call if that is cheaper than calls of their own, up to `rows` rows
-  (tokens, padding included) in all. Decoding lanes and new prompts wait for the call.
+- Prompt chunks of neighbouring lanes join the same call if that is cheaper than calls of their own, up to `rows` tokens
+  in one call, padding included. Decoding lanes and new prompts wait for the call.
 - If preemption is on, a waiting request takes the lane of the running request with the highest `priority` number, if
   its own number is lower. The preempted request waits again and resumes later.
 - Every step decodes all lanes whose prompts have been read. Requests that were submitted together (`Request.bundle`)
@@ -84,8 +84,8 @@ class Scheduler:
     def displaced(self) -> Request | None:
         """Return the running request that gives its lane to a waiting one with a lower `priority` number, or None.
 
-        It is the running request with the highest number, the latest among equal numbers. A request whose forks are
-        about to begin keeps its lane. If a lane is free, the result is None.
+        The result is the running request with the highest `priority` number, and the latest among equal numbers. A
+        request whose forks are about to begin keeps its lane. If a lane is free, the result is None.
         """
         if None in self.lanes or not self.waiting:
             return None

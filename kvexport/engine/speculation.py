@@ -41,8 +41,8 @@ def draft_ngrams(requests: Sequence[Request], lanes: Lanes, *, tokens: int, max_
 def follow(ids: NDArray[np.int64], count: int) -> list[int]:
     """Find the longest n-gram at the end of `ids` [n] that occurs earlier, and return the `count` tokens after it.
 
-    The last earlier occurrence counts. If fewer than `count` tokens follow, they are repeated. The result is empty if
-    no n-gram of at least SHORTEST tokens occurs earlier.
+    If the n-gram occurs several times, the latest earlier occurrence counts. If fewer than `count` tokens follow it,
+    these tokens are repeated. The result is empty if no n-gram of at least SHORTEST tokens occurs earlier.
     """
     ends = np.arange(len(ids) - 1)  # candidate ends of earlier n-grams
     place = -1

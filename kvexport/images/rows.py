@@ -1,7 +1,7 @@
 """Encoded images on their way into the decoder: vectors that replace the embeddings of placeholder tokens.
 
-The image encoder gives each tile of an image several rows, vectors of the decoder's hidden size. The text of the prompt
-has one placeholder token for each row.
+The image encoder gives each tile of an image several rows, vectors of the decoder's hidden size. The prompt has one
+placeholder token for each of these vectors.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def encode_images(
 
 
 def with_images(prompt: str, texts: Sequence[str], spec: ImageSpec) -> str:
-    """Return a prompt with the texts of images in place of image markers; without markers the images come first."""
+    """Return a prompt with each image marker replaced by its image's text; without markers these texts come first."""
     parts = prompt.split(spec.marker)
     if len(parts) == 1:
         parts = [""] * len(texts) + parts
@@ -102,7 +102,8 @@ def call_images(chunks: Sequence[tuple[NDArray[np.int64], PromptImages | None]])
     """Return the image vectors of a decoder call that reads a chunk of each prompt; None if no token is of an image.
 
     Args:
-        chunks: For each prompt the numbers of its chunk's image vectors (`places_of`), and its images.
+        chunks: For each prompt, the image vectors of the chunk's tokens by number (result of `places_of`), and the
+            prompt's encoded images.
     """
     if not any(images is not None and places.any() for places, images in chunks):
         return None

@@ -6,7 +6,7 @@ A checkpoint's image encoder takes tiles that are cut in one of three ways:
     canvas   scale to the grid of tiles whose aspect ratio is nearest, then the whole image as one more tile
     rows     scale by the longer side to multiples of a tile, then the whole image as one more tile
 
-A build compares the tiles with those of the checkpoint's own processor, so a checkpoint is read correctly or refused.
+A build compares these tiles with those of the checkpoint's own processor, and refuses a checkpoint if they differ.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _squared(image: Image, spec: ImageSpec) -> Image:
 
 
 def _cropped(pixels: NDArray[np.uint8], spec: ImageSpec) -> NDArray[np.uint8]:
-    """Return the middle of an image, of a tile's size; if the image is smaller than a tile, black surrounds it."""
+    """Return the middle of an image, as large as a tile; an image that is smaller than a tile gets a black border."""
     sides = pixels.shape[:2]
     tile = np.zeros((spec.height, spec.width, 3), np.uint8)
     places = []

@@ -1,4 +1,4 @@
-"""A generated answer to a chat, split into text, reasoning and tool calls, and how a model is led to such an answer."""
+"""Splitting of a generated chat answer into text, reasoning and tool calls, and the grammar that it follows."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class AnswerPlan:
-    """How a model answers a chat, and how the text of its answer is split."""
+    """The grammar that a model's chat answer follows, and the parsers that split the answer into its parts."""
 
     grammar: Grammar | None = None
     prefix: Sequence[int] = ()  # token ids that follow the prompt and are no part of the answer
@@ -118,7 +118,7 @@ def plan_answer(
     parallel: bool = True,
     reasons: bool = True,
 ) -> AnswerPlan:
-    """Return how a model answers the prompt `ids` of its chat template, and how its answer is read.
+    """Return the plan of a chat answer: the grammar that it follows, and how it is split into its parts.
 
     Args:
         template: The model's chat template.

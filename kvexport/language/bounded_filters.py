@@ -1,6 +1,6 @@
-"""Jinja filters whose output grows with a number in the template, with a bound on this number.
+"""Jinja filters for chat templates, with a bound on numbers that decide how much text a filter returns.
 
-minijinja's own filters allocate as much memory as a template asks for, and the process ends if there is too little.
+minijinja's own filters allocate as much memory as a template asks for, and the process dies if memory is short.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The template is Jinja, as transformers' `apply_chat_template` takes it. minijinja renders it: the template sees copies
 of plain data and no private attributes, and the number of its steps and the length of its text are bounded. An image in
-a message becomes the text by which the model marks images. A template that prints None or a whole float gives another
-text than in transformers: Jinja prints None and 2.0, minijinja nothing and 2.
+a message becomes the text by which the model marks images. A template that prints None or the number 2.0 gives another
+text than in transformers: minijinja prints nothing for None, and 2 for 2.0.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """Return a conversation as text with its special tokens, which is encoded without further special tokens."""
+        """Return a conversation as text that includes the special tokens, so that encoding must add none."""
         source = (self.sources.get("tool_use") if tools else None) or self.sources.get("default")
         if source is None:
             raise UsageError(
@@ -99,7 +99,7 @@ class ChatTemplate:
         return texts[0]
 
     def _takes_parts(self, source: str) -> bool:
-        """Return whether a chat template shows only contents that are lists of parts, as those of vision models do."""
+        """Return whether a chat template, as that of a vision model, shows only contents that are lists of parts."""
         known: dict[str, bool] = self.__dict__.setdefault("_parts", {})
         if source not in known:
             shown = []
@@ -212,7 +212,7 @@ def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return chat messages without keys of value None, and with reasoning under the keys that templates read."""
+    """Return chat messages without keys of value None, and with reasoning under the keys that chat templates read."""
     if isinstance(messages, str | Mapping) or not messages:
         raise UsageError(
             f"a conversation is a list of messages, found {'none' if not messages else type(messages).__name__}",
@@ -312,7 +312,7 @@ def _is_iterable(value: Any) -> bool:
 
 
 def _as_python(value: Any) -> Any:
-    """Return the text that Jinja prints for a value, Python's `str`, where minijinja would print another.
+    """Return the text that Jinja, which uses Python's `str`, prints for a value; minijinja would print another text.
 
     An undefined value arrives as None and prints nothing.
     """

@@ -1,4 +1,4 @@
-"""Structured output: the grammars (JSON schema, regular expression, Lark) in the form of several APIs."""
+"""Structured output: grammars (JSON schema, regular expression, Lark) from the request fields of several APIs."""
 
 from __future__ import annotations
 

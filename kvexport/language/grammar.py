@@ -166,8 +166,9 @@ class Constraint:
 class _Tokens:
     """Adapter that gives llguidance a tokenizer's tokens. llguidance cannot read every decoder of a tokenizer.json.
 
-    Behind them is a token of no model, which ends a text for llguidance. `Constraint` replaces it with the tokens that
-    end a sequence: a tokenizer with others of them would take a second to make, in which no other thread runs.
+    llguidance gets one eos token that the model does not have, after the tokenizer's last token. `Constraint` allows a
+    request's own eos tokens in its place. Making a llguidance tokenizer for each set of eos tokens would take a second,
+    in which no other thread runs.
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
@@ -238,7 +239,7 @@ class Grammars:
     def wrap(self) -> llguidance.LLTokenizer:
         """Return the tokenizer as llguidance takes it. The first call takes a second for 262,144 tokens.
 
-        A server makes this call before it takes requests, because no other thread runs meanwhile.
+        A server calls `wrap` before it takes requests, because no other thread runs during this second.
         """
         with self._wrapping:
             assert self.tokenizer is not None
@@ -249,7 +250,7 @@ class Grammars:
 
 
 def _try(text: str, size: int) -> str:
-    """Compile a grammar in a child process, and return why llguidance refuses the grammar; "" if it does not."""
+    """Compile a grammar in a child process. Return the reason if llguidance refuses the grammar, otherwise ""."""
     request = {
         "path": sys.path,
         "grammar": text,

@@ -35,7 +35,7 @@ def is_open(ids: Sequence[int] | NDArray[Any], tokenizer: Tokenizer) -> bool:
 
 
 def shown_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids of reasoning markers (<think>, </think>) that are special tokens, so that texts show them."""
+    """Return the ids of reasoning markers (<think>, </think>) that are special tokens, which decoding would hide."""
     ids = (tokenizer.token_id(marker) for marker in (OPENING, CLOSING))
     return tuple(token for token in ids if token is not None and token in tokenizer.special_ids)
 

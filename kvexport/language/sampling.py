@@ -90,7 +90,7 @@ class Sampler:
         return self._remember(token)
 
     def next_of(self, top: TopLogits) -> int | None:
-        """Sample the next token as `next` does, but only from the row's n largest logits; None if too few."""
+        """Sample the next token from the n largest logits alone; None if the other logits could change the result."""
         if self._processors:
             return None
         if top.ids.size == self.vocab_size:
@@ -234,8 +234,8 @@ class Sampler:
 def may_settle(settings: GenerationSettings, count: int, vocabulary: int) -> bool:
     """Return whether the `count` largest logits of a row can ever be enough to sample a token with certain settings.
 
-    They are not enough if a penalty or a bias can raise other tokens; if neither top_k, top_p nor min_p excludes
-    tokens; or if log probabilities need the sum over the whole row.
+    The largest logits are not enough in three cases: a penalty or a bias can raise the logits of other tokens; none of
+    top_k, top_p and min_p excludes tokens; log probabilities need the sum over the whole row.
     """
     if count >= vocabulary:
         return True

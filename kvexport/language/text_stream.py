@@ -112,7 +112,7 @@ class TextStream:
         return self._emit(broken + self._decode_new())
 
     def flush(self) -> str:
-        """End the sequence's text, and return the part that still waited for later tokens.
+        """End the sequence's text, and return the text that was kept back until later tokens would decide it.
 
         Incomplete bytes become U+FFFD. A second call returns "".
         """

@@ -1,7 +1,7 @@
 """Trial run of a checkpoint's untrusted tokenizer and chat template, in a child process with limits.
 
-A tokenizer and a chat template are programs from the checkpoint, and can make the libraries that run them end the
-process: a template that doubles a string, a tokenizer whose normalizers multiply a text. A build therefore first
+A tokenizer and a chat template are programs from the checkpoint. A template that doubles a string again and again, or a
+tokenizer whose normalizers multiply a text, can make the process run out of memory and die. A build therefore first
 renders and encodes a few conversations in the child process.
 """
 

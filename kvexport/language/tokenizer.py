@@ -109,7 +109,7 @@ class Tokenizer:
             raise _library_error("encode this text", error) from None
 
     def encode_within(self, text: str) -> list[int]:
-        """Return the token ids of a text that continues another text: no space is put before it, no token added."""
+        """Return the token ids of a text that continues another text, without a space before it or special tokens."""
         return self._within.encode(text, add_special_tokens=False)
 
     @property

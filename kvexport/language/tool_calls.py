@@ -1,9 +1,10 @@
 """A streaming parser that finds tool calls in a model's answer while the text arrives.
 
 A tool call stands behind a marker of the model's form (`kvexport.language.tools`). The call is a JSON object with a
-name and arguments, or a name with the JSON of its arguments, or a name with a pair of tags for each argument. No piece
-of a marker is shown as text, and no piece of a call before its name is known to be a tool's. Arguments are shown as
-they are generated, those in tags one by one. Text that resembles a call but is not one is shown as text.
+name and arguments, or a name with the JSON of its arguments, or a name with a pair of tags for each argument. The
+parser never shows a piece of a marker as text. It shows no piece of a call before the call's name is known to be that
+of a tool. Arguments in JSON are shown as they are generated, and arguments in tags one by one. Text that resembles a
+call but is none is shown as text.
 """
 
 from __future__ import annotations

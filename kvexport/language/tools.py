@@ -207,7 +207,7 @@ def choose(tools: Sequence[Tool], choice: Any) -> tuple[list[Tool], bool]:
 
 
 def _chosen(choice: Any) -> str | None:
-    """Return the name of the tool in a `tool_choice`, which only chat completions have in an object `function`."""
+    """Return the tool's name in a `tool_choice`; the chat completions API nests the name in an object `function`."""
     function = choice.get("function", choice) if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None

@@ -19,7 +19,7 @@ ROUNDING = 1e-5  # of a probability, in sums of float32 numbers
 
 @dataclass(frozen=True)
 class Scores:
-    """The n largest scores of a row: logits after temperature and penalties, with bounds on all other scores."""
+    """The n largest scores of a vocabulary row (logits after temperature and penalties), with bounds on all others."""
 
     ids: npt.NDArray[np.int64]  # token ids [n] int64
     values: npt.NDArray[np.float32]
@@ -90,8 +90,8 @@ def scores_of(top: TopLogits, values: npt.NDArray[np.float32], temperature: floa
 def _rest(top: TopLogits, power: float) -> tuple[float, float]:
     """Return bounds of the sum of x**power over all but the n largest logits, where x = exp(logit - largest logit).
 
-    The bounds follow from the sum of x over all tokens, the number of tokens, and the smallest x of the n largest
-    logits.
+    The bounds follow from the sum of x over all tokens of the vocabulary, the number of tokens, and the smallest x
+    among the n largest logits.
     """
     others = top.vocabulary - top.ids.size
     x = np.exp((top.values - top.values[0]).astype(np.float64))
@@ -99,14 +99,14 @@ def _rest(top: TopLogits, power: float) -> tuple[float, float]:
     largest = max(float(x[-1]), 1e-300)
 
     def as_one(mass: float) -> float:
-        """Return the sum of x**power over the other logits if every x is the same; `mass` is the sum of x over them.
+        """Return the sum of x**power over the logits outside the n largest, if all their x are equal and sum to `mass`.
 
-        This sum is the least possible for a power above 1, and the largest possible for one below (Jensen).
+        By Jensen's inequality the result is a lower bound for a power above 1, and an upper bound below 1.
         """
         return float(others * (mass / others) ** power)
 
     def as_few(mass: float) -> float:
-        """Return the sum of x**power over the other logits if as few of their x as possible are above 0.
+        """Return the sum of x**power over the logits outside the n largest, if as few x as possible are above 0.
 
         The x add up to `mass`, and each x above 0 is then `largest`, the most that an x can be.
         """

@@ -97,7 +97,7 @@ class ExpertsForm:
         return "_".join([self.activation, *["gate"] * self.gate, *["bias"] * self.bias, *named])
 
     def inner(self, first: Tensor) -> Tensor:
-        """Apply the experts' activation to the first product, and return [..., inner].
+        """Apply the experts' activation to the product with the weight `first`, and return [..., inner].
 
         The first product is [..., inner] or, with a gate, [..., 2 inner].
         """
@@ -160,8 +160,8 @@ def experts_function(form: ExpertsForm, multiply: Multiply | None = None) -> onn
     """Return the ONNX function of an Experts node; its tensors are those of `experts`, all floats of one type.
 
     The function loops over the experts and skips those that no token chose. Each expert multiplies only the rows of its
-    own tokens. ONNX cannot index tensors of 4 bits, so packed weights of all experts are dequantized before the loop,
-    unless `multiply` returns the nodes of a product.
+    own tokens. ONNX cannot index tensors of 4 bits, so packed weights of all experts are dequantized before the loop.
+    If `multiply` is given, it makes the nodes that multiply with a packed weight, and no weight is dequantized.
     """
     before: list[str] = []
     dense = {weight: weight for weight in WEIGHTS}

@@ -75,9 +75,10 @@ def _replaced(graph: Graph, node: Node) -> bool:
 
 
 def _chain(changed: Any) -> list[Node]:
-    """Return a changed tensor, the tensor of which it is a slice, and so on to a tensor that an operator has computed.
+    """Return the slices from a changed tensor back to the computed tensor that they are parts of, this one last.
 
-    The list is empty if other views, an input or a weight are on the way.
+    The list is empty if the tensor is an input or a weight, or if one of the views is neither a slice nor a single
+    index.
     """
     chain = []
     while isinstance(changed, Node) and changed.op == "call_function":
@@ -132,9 +133,9 @@ def _example(node: Node) -> Any:
 
 
 def _like(graph: Graph, value: Any, old: Tensor) -> Node | None:
-    """Add the operators that give a value the dtype and shape of the tensor `old`; return None if a shape is unclear.
+    """Add operators that convert a value to the dtype and shape of the tensor `old`; return None if they cannot.
 
-    After a decomposition, torch.onnx's own translation of `copy_` does not repeat a row that is copied into several
+    torch.onnx's own translation of `copy_` is not used, because it does not repeat a row that is copied into several
     rows.
     """
     new = value.meta["val"]

@@ -108,7 +108,7 @@ def layer_vote_attention(
         *past_extra: For a quantized cache the scales of keys and values, [B, S] float32 each; then the tensors of the
             method's `extra_state`.
         attributes: The attributes of the node.
-        capacity: The slots of every KV head; omitted: every head has S / H.
+        capacity: The number of slots of every KV head. If omitted, each of the H heads has S / H slots.
 
     Returns:
         The output [B, Hq, T, Dv], and the present state tensors in the order and shapes of the past ones.

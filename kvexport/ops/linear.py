@@ -38,8 +38,8 @@ Multiply = Callable[["Form", str, int, str, str], list[str]]
 def parts_after(kind: int) -> tuple[str, ...]:
     """Return the names of the inputs that follow a packed weight, by the number of its format (`PackedFormat.kind`).
 
-    The numbers 0 to 5 name a combination of scale, zero point, minimum and table. Added to them, 8 stands for
-    super-scales, 16 for one upper bit of 5-bit numbers, and 32 for two upper bits of 6-bit numbers.
+    The format numbers 0 to 5 are combinations of scale, zero point, minimum and table. The format number is larger by 8
+    if scales have super-scales, by 16 for 5-bit weights, and by 32 for 6-bit weights.
     """
     parts = _PACKED[kind & 7]
     supers = [f"super_{name}" for name in parts if name in ("scale", "minimum")] if kind & 8 else []
@@ -161,8 +161,9 @@ def linear_function(form: Form, multiply: Multiply = multiply) -> onnx.FunctionP
     - cosine, sine: [B, T, half a head's size], for heads rotated in planes (f, f + half), like RotaryEmbedding.
     - for each product an output: [..., outputs], or [B, output_heads, T, outputs / output_heads].
     - for a weight that takes LoRA adapters, the matrices of all adapters one below the other: adapter_first [rows,
-      inputs] and adapter_second [rows, outputs]. Its product grows by ((rows x adapter_first^T) adapter_rows) x
-      adapter_second, where adapter_rows [B, 1, rows] is 1 for the rows of a sequence's adapter, and 0 for all others.
+      inputs] and adapter_second [rows, outputs]. To the product with this weight the node adds ((rows x
+      adapter_first^T) adapter_rows) x adapter_second, where adapter_rows [B, 1, rows] is 1 for the rows of a sequence's
+      adapter, and 0 for all others.
 
     Args:
         form: The steps of the node.
@@ -310,7 +311,7 @@ def dequantized(parts: Sequence[str], kind: int, group: int, *, axis: int, like:
 
 
 def _with_high(weight: str, kind: int, inputs: Mapping[str, str], kept: str) -> tuple[list[str], list[str]]:
-    """Return ONNX nodes that join the low and the upper bits of a weight's numbers, and DequantizeLinear's operands."""
+    """Return ONNX nodes that join the lower 4 and the upper bits of a weight, and the operands of DequantizeLinear."""
     bits = kind >> 4
     high, fields = inputs["high"], range(0, 8, bits)
     lines = [

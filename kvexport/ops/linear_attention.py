@@ -87,7 +87,7 @@ def linear_attention(
 
 
 def update_rules(graph: onnx.GraphProto) -> list[UpdateRule]:
-    """Return the update rules of an ONNX graph's LinearAttention nodes: one, or none without such nodes."""
+    """Return the update rule of an ONNX graph's LinearAttention nodes in a list, which is empty without such nodes."""
     rules: dict[Any, None] = {
         attribute.s.decode(): None
         for node in graph.node
@@ -100,7 +100,7 @@ def update_rules(graph: onnx.GraphProto) -> list[UpdateRule]:
 
 
 def linear_attention_functions(update_rule: UpdateRule) -> list[onnx.FunctionProto]:
-    """Return the ONNX function of LinearAttention with an update rule, and the function that it calls."""
+    """Return the ONNX functions of kvexport's LinearAttention, and of opset 27's, which kvexport's function calls."""
     return [_own_function(update_rule), _inner_function(update_rule)]
 
 

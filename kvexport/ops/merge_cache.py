@@ -1,7 +1,7 @@
 """The operator MergeCache: it evicts slots of a KV cache by a method's rule, until the cache is within its budget.
 
-In a layer with a sliding window evicted slots are dropped, whatever the method. A merged slot would hold content of
-tokens that leave the window before the slot does, and heads that attend to a few tokens of small values lose these in
+In a layer with a sliding window evicted slots are dropped, whatever the method. A merged slot would still hold content
+of tokens that have left the window. Heads that attend to a few tokens with small values would lose these tokens by
 merges.
 
 The function `merge_cache` defines the operator for KV heads of one capacity and budget. `kvexport.ops.layer_state`
@@ -131,9 +131,10 @@ def merge_cache(
         recent: [1] int32, which the tracer passes to replace the attribute.
 
     Returns:
-        The state tensors in the same shapes and dtypes, with zeros from row `budget` on. Occupied slots are a prefix
-        again. If n slots are kept, kept slots below row n stay in their row, and a merged slot is in its target's row.
-        The lowest hole among the first n rows receives the last kept slot, the next hole the last but one, and so on.
+        The state tensors in the same shapes and dtypes, with zeros from row `budget` on. The occupied slots are the
+        first ones of a head. If n slots are kept, kept slots below row n stay in their row, and a merged slot is in its
+        target's row. If evicted slots leave holes among the first n rows, the last kept slot moves into the lowest
+        hole, the last but one into the next hole, and so on.
 
     Raises:
         UsageError: If K is not the number of statistics that the method keeps.

@@ -205,10 +205,9 @@ def _method_meaning(method: Method) -> dict[str, Any]:
 def heads_merge_cache_function(
     attributes: MergeCacheAttributes, *, kv_heads: int, head_sizes: tuple[int, int], statistics: int, cache_type: str
 ) -> onnx.FunctionProto:
-    """Return the ONNX function of MergeCache over KV heads of equal capacity and budget.
+    """Return the ONNX function of MergeCache over KV heads of equal capacity, budget and recent window.
 
-    The function's attributes are one budget and one recent window. If values are read from keys (latent attention), it
-    has no state tensor `value`.
+    If values are read from keys (latent attention), the function has no state tensor `value`.
     """
     shared = _merge_cache_values(attributes)
     has_own = attributes.method.policy() is None or attributes.method.extra_state
@@ -299,9 +298,10 @@ def _trace(
 
 
 def _read_sizes_from(graph: onnx.GraphProto, source: int) -> None:
-    """Make a graph read its symbolic sizes from input number `source` wherever that input has them.
+    """Let a graph's Shape nodes read symbolic sizes from input number `source`, if that input has those sizes.
 
-    All layers share this input, so a runtime computes values that depend only on the sizes once for all layers.
+    All layers share input number `source`. A runtime therefore computes values that depend only on sizes once, and not
+    for every layer.
     """
     dims = {v.name: [d.dim_param for d in v.type.tensor_type.shape.dim] for v in graph.input}
     name = graph.input[source].name

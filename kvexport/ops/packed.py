@@ -7,11 +7,11 @@ Quantized checkpoints and artifacts store weights in this form:
                 = weight[n, k] * scale[n, k / group] + minimum[n, k / group]         offset minimum
                 = table[weight[n, k]] * scale[n, k / group]                          with a table
 
-A scale is a float; an exponent e in a byte, which stands for the scale 2^(e - 128); or a signed byte, a factor of the
-float16 super-scale of its 256 inputs (ggml's K types), and so are minima. The value is computed in float32 and rounded
-once to the model's type. A byte stores two 4-bit numbers, the first in its low half, as in ONNX. Numbers of 5 and 6
-bits are stored in two tensors: `weight` has their low 4 bits, and `high` the others (`pack_high`). Signed numbers of 5
-and 6 bits are stored as number + 2^(bits - 1).
+A scale is stored as a float; as an exponent e in a byte, for the scale 2^(e - 128); or as a signed byte that is
+multiplied with the float16 super-scale of 256 inputs (ggml's K types). A minimum is stored as a float or as such a
+signed byte. The value is computed in float32 and rounded once to the model's type. A byte stores two 4-bit numbers, the
+first in its low half, as in ONNX. Numbers of 5 and 6 bits are stored in two tensors: `weight` has the lower 4 bits, and
+`high` the upper 1 or 2 (`pack_high`). Signed numbers of 5 and 6 bits are stored as number + 2^(bits - 1).
 """
 
 from __future__ import annotations

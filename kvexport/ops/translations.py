@@ -43,8 +43,8 @@ def _gather_rows(values: Any, indices: Any) -> Any:
 def _scatter_rows(values: Any, indices: Any, rows: Any, accumulate: bool = False) -> Any:
     """Return the ONNX translation of ``values.index_put((i, j, k), rows)``.
 
-    The index is built by the same nodes as in `_gather_rows`, so that they can be shared. The exporter's own
-    translation would build others.
+    The index tensors are joined by the same nodes as in `_gather_rows`, so that an optimizer can share the nodes.
+    torch.onnx's own translation builds other nodes.
     """
     from onnxscript import opset23 as op
 

@@ -202,7 +202,7 @@ def _visible(
 def _probability(
     query: Tensor, keys: Tensor, bias: Tensor, sink_logits: Tensor | None, attributes: VoteAttentionAttributes
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention logits without bias, and the probabilities of the cache slots, both [B, H, G, T, C] float32.
+    """Return attention logits without bias, and the probabilities of C cache slots, both [B, H, Hq / H, T, C] float32.
 
     Args:
         query: [B, Hq, T, D] float32.
@@ -316,11 +316,11 @@ def _log_ema(
 
 
 def _standing(visible: Tensor, lengths: Tensor, log_weight: Tensor, rate: float) -> Tensor:
-    """Return the log factor by which counted queries stand for all queries of a model call; [B, H, 1, C].
+    """Return the log of the factor by which a windowed average weights its counted queries; [B, H, 1, C].
 
-    A moving average over a window counts only some queries of a call. The factor is ``sum a^(n-1-i)`` over all n
-    queries i that see a slot, with the decay a, divided by the sum of the weights of those that count. With this factor
-    ``1 - a^(now - position + 1)`` corrects the bias of windowed and recency-weighted averages like that of any other.
+    A moving average over a window counts only some of a call's n queries, which stand for all of them. The factor is
+    ``sum a^(n-1-i)``, with the decay a, over all queries i that see the slot, divided by the summed weights of the
+    counted queries. With this factor `corrected_log_ema` needs no knowledge of the window or of recency weights.
     """
     batch, heads, tokens, _ = visible.shape
     seen = visible.float()

@@ -14,10 +14,10 @@ def allocate(recipe: Recipe, layers: int) -> list[int]:
     """Return the budget of every KV cache in slots; the mean of the budgets is the recipe's budget.
 
     A layer has one cache, or one for each KV head if the recipe lists shares of heads. Budgets are proportional to
-    shares. The share of layer l of L is ``(1-d)(cos(pi l / L) + 1)/2 + d`` for the kind cosine (KeepKV) and ``1 - (1-d)
-    l / (L-1)`` for pyramid (PyramidKV), where d is `cache.allocation.minimum`. The kind listed takes
-    `cache.allocation.shares`. Whole layers, which evict nothing, have `limits.max_length` slots, and the other layers
-    share the rest.
+    shares. With `cache.allocation.kind: cosine` (KeepKV) the share of layer l of L is ``(1-d)(cos(pi l / L) + 1)/2 +
+    d``, where d is `cache.allocation.minimum`. With `pyramid` (PyramidKV) it is ``1 - (1-d) l / (L-1)``. With `listed`
+    the shares are `cache.allocation.shares`. Whole layers, which evict nothing, have `limits.max_length` slots, and the
+    other layers share the rest.
     """
     method = recipe.cache.build_method()
     allocation = recipe.cache.allocation
@@ -68,7 +68,7 @@ def _listed(recipe: Recipe, layer_numbers: Sequence[int], left: int) -> list[flo
 
 
 def least_slots(recipe: Recipe) -> float:
-    """Return the smallest cache budget that holds the sinks (first positions), the recent slots and two more."""
+    """Return the smallest cache budget, in slots, with room for sinks (first positions), recent slots and two more."""
     protected, recent = recipe.cache.sinks + 2, recipe.cache.recent
     return protected / (1 - recent) if isinstance(recent, float) and recent < 1 else protected + recent
 

@@ -69,9 +69,10 @@ class LayerCache:
         return slots_of(self.capacity)
 
     def of_head(self, tensor: StateTensor, x: NDArray[Any], head: int) -> NDArray[Any]:
-        """Return a view [B, 1, C, ...] of one KV head of a state tensor [B, S, ...]; of a score, [B, 1, K, C].
+        """Return a view [B, 1, C, ...] of one KV head's part of a state tensor [B, S, ...] of the cache.
 
-        S counts the slots of all heads, C those of the one head.
+        S is the number of slots of all heads, and C of the one head. The tensor `score` [B, K, S], with K statistics
+        for each slot, gives [B, 1, K, C].
         """
         if tensor.slot_axis is None:
             return x[:, head : head + 1]
@@ -83,7 +84,7 @@ class LayerCache:
         return tuple(min(most, capacity) for capacity in self.capacity)
 
     def most_of(self, slots: int) -> int:
-        """Return the number `most` with which `first_slots` gives `slots` slots in all; -1 if there is none."""
+        """Return the argument `most` for which the result of `first_slots` sums to `slots`; -1 if there is none."""
         most = next((n for n in range(max(self.capacity) + 1) if sum(self.first_slots(n)) >= slots), -1)
         return most if most >= 0 and sum(self.first_slots(most)) == slots else -1
 

@@ -37,7 +37,7 @@ class ServerMemory:
 
     @property
     def total(self) -> int:
-        """The most bytes that a server needs. Weights count twice, because kernels may keep a reordered copy."""
+        """The most bytes that a server needs. Weights count twice, because kernels may copy them in another layout."""
         return 2 * self.weights + self.state + self.prefixes + self.sessions + self.adapters + PROGRAM_BYTES
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class ServerMemory:
 
 @dataclass(frozen=True)
 class Fit:
-    """The number of sequences, and the largest cache budget, that fit into a given memory beside the weights."""
+    """How many sequences, or how large a cache budget, fit into a given memory in addition to the weights."""
 
     memory: int  # memory in bytes
     sequences: int  # number of the recipe's sequences that fit
@@ -122,7 +122,7 @@ class MemoryPlan:
 
     @property
     def fixed_bytes(self) -> int:
-        """The bytes of everything but KV caches: on the CPU as `server` counts them, on a GPU as they were planned."""
+        """The bytes of everything but KV caches: weights, adapters, and GPU activations or, on the CPU, the program."""
         if self.arena_bytes:
             return self.weight_bytes + self.adapter_bytes + self.arena_bytes
         return replace(self.server, state=0, prefixes=0, sessions=0).total

@@ -99,7 +99,7 @@ def _reads_values_from_keys(recipe: Recipe, method: Method) -> bool:
 
 
 def _enough(recipe: Recipe, key: str, most: int, beside: int = 0) -> str:
-    """Return settings under which a cache budget of at most `most` holds the sinks, the recent slots and one more."""
+    """Return advice for the user: options with which a cache budget holds sinks, recent slots and one more slot."""
     sinks, recent = recipe.cache.sinks, recipe.cache.recent
     share = min(recent, 0.99) if isinstance(recent, float) else 0.0
     least = math.ceil((sinks + 1 + (0 if share else recent)) / (1 - share))

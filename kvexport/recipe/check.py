@@ -1,7 +1,7 @@
 """The checks that turn the contents of recipe files into a `Recipe`.
 
 Keys are checked first, then the parameters of the compression method, then values. Each check ignores entries that an
-earlier one has rejected, so that one mistake gives one message.
+earlier one has rejected, so that one mistake of the user gives one message.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _validate(model: type[Any], data: dict[str, Any]) -> tuple[Any, dict[Key, li
 def _across(data: dict[str, Any], errors: dict[Key, list[Any]]) -> list[str]:
     """Return the contradictions between values of a recipe that are each valid.
 
-    A contradiction that names an invalid value is left out, because it would repeat the message about that value.
+    A contradiction with a value that is invalid by itself is left out, because that value has its own message.
     """
     if not errors:
         return []

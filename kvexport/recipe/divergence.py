@@ -1,4 +1,4 @@
-"""How far a recipe's KV cache is from the full cache, compared with a cache that drops what it evicts."""
+"""KL divergence of a recipe's compressed KV cache, compared with that of a cache that drops what it evicts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Divergence:
 
     @property
     def warning(self) -> str:
-        """The warning that the recipe's cache is far worse than dropping, with the options to type; otherwise empty."""
+        """A warning, with a remedy, if the recipe's cache diverges far more than one that drops entries; else empty."""
         times = self.built / max(self.dropped, NOISE)
         if times <= TIMES_WORSE:
             return ""

@@ -234,7 +234,8 @@ class Recipe(RecipeSection):
     def slack(self) -> int:
         """The number of cache slots beyond the budget, for the tokens between two merges.
 
-        If budgets differ and a whole prompt has to fit, the number is a mean over layers.
+        If layers have different budgets and a whole prompt has to fit into every cache, the number is a mean over
+        layers.
         """
         return self.capacity(self.budget) - self.budget
 
@@ -254,7 +255,8 @@ class Recipe(RecipeSection):
     def all_logits(self) -> bool:
         """Whether the decoder returns logits of every token of a model call, instead of the last token's alone.
 
-        It does if the recipe sets `export.logits: all`, or speculative decoding, which verifies drafted tokens.
+        The decoder returns all logits if the recipe sets `export.logits: all`, or speculative decoding, which verifies
+        several drafted tokens in one call.
         """
         return self.export.logits == "all" or self.speculate.draft is not None
 

@@ -20,7 +20,7 @@ from kvexport.recipe.parse import Findings, Leaf, Tree, merge, plain, read_file
 
 
 def recipe_folder() -> Path:
-    """Return the folder of the recipes that kvexport ships: in an installed package, or beside it in the repository."""
+    """Return the folder of the recipes that kvexport ships, which is in an installed package or in the repository."""
     installed = paths.PACKAGE / "_recipes"
     return installed if installed.is_dir() else paths.PACKAGE.parent / "recipes"
 

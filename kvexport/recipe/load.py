@@ -53,7 +53,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecip
         overrides: Values such as "dotted.key=value" in YAML; a later one overrides an earlier one.
 
     Raises:
-        UsageError: With every problem of the files and overrides, one per line, each with its file and line.
+        UsageError: The recipe cannot be used. The message has a line for every problem, with its file and line number.
     """
     findings = Findings()
     path = locate(name_or_path, Path.cwd(), findings)

@@ -10,7 +10,7 @@ from kvexport.recipe.section import MOST, RecipeSection
 class PeriodicSection(RecipeSection):
     """The recipe's keys `cache.periodic`: decode steps read entries selected from a full KV cache.
 
-    The entries are selected again after every few tokens. See docs/tasks/periodic.md.
+    The entries are selected again at fixed intervals of tokens. See docs/tasks/periodic.md.
     """
 
     slots: int | None = Field(

@@ -39,7 +39,7 @@ def number(attribute: str, word: str) -> int:
 
 
 def structs() -> dict[str, list[Field]]:
-    """Return the members of every C struct that kernels are called with; a struct comes after those it contains."""
+    """Return the members of every C struct that kernels are called with. Structs precede those that contain them."""
     return {
         "KvState": [Field(_C_TYPES[x.dtype] + "*", x.name, _dims(x.dims)) for x in STATE],
         "KvScales": [

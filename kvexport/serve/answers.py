@@ -25,7 +25,7 @@ def stop_string(request: Request) -> str | None:
 
 
 def usage_of(requests: Sequence[Request], answers: int = 1) -> dict[str, Any]:
-    """Return the token counts and KV-cache compression of an HTTP response with `answers` answers to each prompt."""
+    """Return an HTTP response's `usage`: tokens and KV-cache compression, for `answers` answers to each prompt."""
     prompts = requests[::answers]
     read, generated = sum(len(request.ids) for request in prompts), sum(len(request.tokens) for request in requests)
     return {
@@ -38,7 +38,7 @@ def usage_of(requests: Sequence[Request], answers: int = 1) -> dict[str, Any]:
 
 
 def kv_cache_of(requests: Sequence[Request], answers: int = 1) -> dict[str, int]:
-    """Return how far KV caches are compressed: slots in use, tokens without own slots, prompt tokens over budget."""
+    """Return a response's `kv_cache`: slots in use, tokens without a slot of their own, prompt tokens over budget."""
     timings = [request.timing for request in requests]
     slots = sum(timing.cache_slots for timing in timings)
     return {

@@ -96,7 +96,7 @@ def template_variables(variables: Mapping[str, Any] | None, add_generation_promp
 
 
 def continuation(messages: Sequence[Mapping[str, Any]], asked: bool | None, new_turn: bool | None) -> dict[str, Any]:
-    """Return `continue_final_message` for the chat template if the answer continues the last message, otherwise {}."""
+    """Return {"continue_final_message": True} if the answer shall continue the last chat message, otherwise {}."""
     if asked and new_turn:
         message = "continue_final_message and add_generation_prompt are both true"
         raise ApiError(400, message, param="continue_final_message")

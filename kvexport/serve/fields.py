@@ -135,7 +135,7 @@ class Sampling(Body):
         return {int(token): bias for token, bias in self.logit_bias.items()}
 
     def _top_k(self, engine: Engine) -> int | None:
-        """Return top_k for sampling; 0 (off) if neither request nor checkpoint sets it, where transformers takes 50."""
+        """Return top_k for sampling. If neither request nor checkpoint sets it, it is 0 (off), not transformers' 50."""
         if self.top_k is not None:
             return max(self.top_k, 0)
         return None if engine.generation_config.get("top_k") is not None else 0

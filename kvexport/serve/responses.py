@@ -101,7 +101,7 @@ class Item:
         self.id = f"{_IDS[kind]}_{uuid.uuid4().hex}"
 
     def content(self) -> dict[str, Any]:
-        """Return the only content part of a message or of reasoning, in OpenAI's form."""
+        """Return the text of an output item (message or reasoning) as a content part in OpenAI's form."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}

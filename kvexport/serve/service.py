@@ -210,7 +210,7 @@ class Service:
         adapter: str | None = None,
         **settings: Any,
     ) -> Prepared:
-        """Return engine requests that generate answers to token ids, possibly after a session's saved state."""
+        """Return engine requests that answer a prompt of token ids, which may continue a session's saved state."""
         self.check_choices(sampling.n or 1)
         loaded = self.engine.adapters.get(adapter)
         snapshot = None if turn is None else turn.snapshot

@@ -52,7 +52,7 @@ class Turn:
 
 @dataclass
 class _Line:
-    """The turns of one session: the running turn, and the turns that wait for the session's lock."""
+    """The turns of one session (conversation): the running turn, and the turns that wait for the session's lock."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     turns: int = 0

@@ -30,7 +30,7 @@ log = logging.getLogger("kvexport.serve")
 
 
 class Update(NamedTuple):
-    """The result of one engine step for one of the engine requests of a job (an HTTP call)."""
+    """The new tokens of one engine request after one engine step, or the error that ended the request."""
 
     choice: int  # number of the request within its job, from 0
     tokens: Sequence[Token]
@@ -108,7 +108,7 @@ class Job:
 
 @dataclass
 class _Entry:
-    """A request that has not finished. Times are of time.perf_counter()."""
+    """An engine request that has not finished, with times of time.perf_counter()."""
 
     job: Job  # job of the request
     choice: int  # number of the request within the job

@@ -41,7 +41,7 @@ ENTRY = ("key", "value", "position", *(tensor.name for tensor in SCALES))  # the
 
 
 def by_heads(plan: CachePlan, tensors: Mapping[str, NDArray[Any]]) -> LaneTensors:
-    """Return views [KV heads, slots, ...] of the state tensors of one batch lane; of a score, [KV heads, K, slots]."""
+    """Return views [KV heads, ...] of one batch lane's state tensors, split into the slots of each KV head."""
     views = dict(tensors)
     for i, cache in enumerate(plan.caches):
         for tensor in cache.state:
@@ -77,12 +77,12 @@ class SelectedCache:
         return by_heads(self.plan, tensors)
 
     def select(self, i: int, score: NDArray[np.float32] | None, used: int) -> Slots:
-        """Return which KV-cache slots of a layer of the full cache the selected cache copies, ascending.
+        """Return the slots of one layer's full KV cache whose entries the selected cache copies, ascending.
 
         Args:
             i: The layer.
-            score: Scores of the slots [KV heads, at least used], which choose among the slots between sinks and latest
-                slots. None takes the latest slots.
+            score: Scores of the slots [KV heads, at least used], by which slots between the sinks and the latest slots
+                are selected. Without scores, the latest slots are selected.
             used: Occupied slots of the full cache.
 
         Returns:
@@ -154,7 +154,7 @@ class PeriodicState(ModelState):
     ) -> NDArray[np.float32]:
         """Run a decode step for batch lanes, which mostly reads only selected cache entries, and return logits.
 
-        Model calls with several tokens of a lane read the full cache.
+        A model call with several tokens of a lane, such as a prompt chunk, reads the full cache.
         """
         if input_ids.shape[1] > 1:
             return self.decode(input_ids, query_length, first)

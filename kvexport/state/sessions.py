@@ -113,14 +113,14 @@ class SessionStore:
         return snapshot
 
     def mark(self, name: str) -> bytes | None:
-        """Return bytes that identify the stored state of a session (conversation), by which `put` detects changes."""
+        """Return bytes that identify a session's stored state, so that `put` can detect a change by another turn."""
         check_name(name)
         if self._folder is not None:
             return _read_mark(name, self._path(name))
         return self._loaded[name][0] if name in self._loaded else None
 
     def put(self, name: str, snapshot: Snapshot, expected: bytes | None = ANY) -> None:
-        """Store the state of a session (conversation) in place of an earlier one, which stays if that fails."""
+        """Store a session's (conversation's) new state. If that fails, the session keeps its earlier state."""
         check_name(name)
         if self._folder is None:
             self._check_mark(name, expected)
@@ -207,8 +207,8 @@ class SessionStore:
     def _bound_disk(self, newest: str) -> None:
         """Delete the session files that were written longest ago until the others are within the disk limit.
 
-        The caller holds the lock of the folder of sessions. All files are looked at only if the limit is reached, or
-        other processes may have written some: a look at 10,000 files takes longer than a turn.
+        The caller holds the lock of the folder of sessions. The sizes of all files are read only if the limit is
+        reached, or if other processes may have written files: reading 10,000 sizes takes longer than a turn.
         """
         assert self._folder is not None
         due = self._shared and time.monotonic() > self._scanned + _SCAN_SECONDS
@@ -248,10 +248,10 @@ def next_turn(
     tools: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
 ) -> NDArray[np.int64] | None:
-    """Return the token ids that a conversation adds to a snapshot; None if the snapshot is not of its beginning.
+    """Return the token ids that a conversation adds to a snapshot; None if the conversation begins in another way.
 
-    The ids are the end of the last answer, and everything after it. The result is also None without a chat template or
-    tokenizer.
+    The ids are those after the snapshot's last token: the end of its answer, and all later messages. The result is also
+    None without a chat template or tokenizer.
     """
     if engine.chat_template is None or engine.tokenizer is None:
         return None

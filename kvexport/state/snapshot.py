@@ -138,7 +138,7 @@ class Snapshot:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview, manifest: Manifest) -> Snapshot:
-        """Return the snapshot that `to_bytes` serialized, after checks of its digests and its fit to the artifact."""
+        """Return the snapshot that `to_bytes` serialized, after checks that it is undamaged and fits the artifact."""
         header, rest = _read_header(memoryview(data).cast("B"))
         try:
             origin = Origin(*(str(header[field.name]) for field in fields(Origin)))
@@ -237,9 +237,10 @@ def _check(snapshot: Snapshot, manifest: Manifest) -> None:
 
 
 def _check_selections(snapshot: Snapshot, manifest: Manifest) -> dict[str, None]:
-    """Check a snapshot's positions of the cache entries that decode steps read; return the names of their tensors.
+    """Check the positions of a snapshot's selected cache entries, and return the names of the tensors with positions.
 
-    A snapshot has such positions only if the recipe sets `cache.periodic`.
+    Only with the recipe's `cache.periodic` does a snapshot have selected entries, which decode steps read in place of
+    the full cache.
     """
     most = manifest.recipe.cache.periodic.slots
     layers = {f"past_key_values.{i}.{READ}": layer for i, layer in enumerate(manifest.cache.caches)}

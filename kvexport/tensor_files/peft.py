@@ -1,8 +1,8 @@
 """LoRA adapters in the format of PEFT: their files, read and checked.
 
-For each weight W [outputs, inputs] that it changes, an adapter has two matrices A [rank, inputs] and B [outputs, rank].
-The changed weight is W + s B A, where s is `lora_alpha / r`, or `lora_alpha / sqrt(r)` with `use_rslora` (PEFT,
-`LoraLayer.update_layer`).
+A LoRA adapter changes some weights W [outputs, inputs] of a model. For each of them the adapter has two matrices A
+[rank, inputs] and B [outputs, rank]. The changed weight is W + s B A, where s is `lora_alpha / r`, or `lora_alpha /
+sqrt(r)` with `use_rslora` (PEFT, `LoraLayer.update_layer`).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def read_adapter(folder: Path, setting: str) -> AdapterFiles:
 
 
 def matching_name(module: str, names: Iterable[str]) -> str | None:
-    """Return the module of a model that a module of a LoRA adapter means; None if no or several `names` match.
+    """Return the model's module, one of `names`, that an adapter's module name means; None without a unique match.
 
     The prefix of a module's name may differ: it depends on whether the checkpoint is of a wrapper, a text model or a
     base model.

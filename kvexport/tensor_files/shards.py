@@ -40,7 +40,7 @@ class Shard:
 
 
 def list_shards(path: Path) -> dict[str, frozenset[str] | None]:
-    """Return the tensors that a checkpoint's index takes from each shard, by file name; None for all tensors."""
+    """Return the tensors that each safetensors shard of a checkpoint contributes, by file name; None means all."""
     for name in ("model.safetensors", INDEX):
         if is_present(path / name):
             return {name: None} if name != INDEX else _read_index(path / name)
@@ -225,7 +225,7 @@ def refuse_link(file: Path) -> None:
 
 
 def is_present(file: Path) -> bool:
-    """Return whether a path is a file, or a dangling link, which a broken download leaves."""
+    """Return whether a path is a file or a dangling link. A broken download leaves dangling links."""
     return file.exists() or file.is_symlink()
 
 

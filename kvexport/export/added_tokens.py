@@ -1,8 +1,8 @@
 """Added tokens that a checkpoint stores outside tokenizer.json, written into tokenizer.json as transformers reads them.
 
-They are `added_tokens_decoder` and the named special tokens of tokenizer_config.json, and the tokens of the older files
-added_tokens.json and special_tokens_map.json. The setting `add_bos_token` has no effect for a checkpoint that has a
-tokenizer.json.
+These tokens are in tokenizer_config.json (`added_tokens_decoder` and named special tokens such as `eos_token`) or in
+the older files added_tokens.json and special_tokens_map.json. The setting `add_bos_token` has no effect for a
+checkpoint that has a tokenizer.json.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """LoRA adapters in a traced decoder: nodes that add each adapter's change to the output of a projection.
 
-    p = MatMul(x, Transpose(w))             w a weight [outputs, inputs] of a numbered layer, perhaps with a bias added
+    p = MatMul(x, Transpose(w))
 =>  y = Add(p, MatMul(Mul(MatMul(x, Transpose(first)), adapter_rows), second))
 
-The matrices are inputs of the ONNX graph. `first` [rows, inputs] is the LoRA matrices A of all adapters, one below the
-other, and `second` [rows, outputs] is their matrices B, transposed and scaled. `adapter_rows` [B, 1, rows] is 1 for the
-rows of the adapter that a batch lane uses, and 0 for all other rows.
+Here x is the projection's input, w its weight [outputs, inputs], and p its output, to which a bias may have been added.
+The LoRA matrices are inputs of the ONNX graph. `first` [rows, inputs] is the LoRA matrices A of all adapters, one below
+the other, and `second` [rows, outputs] is their matrices B, transposed and scaled. `adapter_rows` [B, 1, rows] is 1 for
+the rows of the adapter that a batch lane uses, and 0 for all other rows.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def projection_sizes(
 
 
 def _projection(node: ir.Node, rows: tuple[int | str, ...]) -> str:
-    """Return the module whose projection of data [batch, tokens, inputs] a node computes; "" if it computes none."""
+    """Return the name of the projection that an ONNX node computes, such as "q_proj"; "" if it computes none."""
     if not is_op(node, "MatMul") or known_shape(node.inputs[0])[:-1] != rows:
         return ""
     transpose = node.inputs[1].producer() if node.inputs[1] is not None else None

@@ -73,7 +73,7 @@ def _packed(
 
 
 def _parts(graph: ir.Graph, value: ir.Value, packing: PackedFormat) -> list[ir.Value]:
-    """Replace an initializer [experts, outputs, inputs] by the tensors of its packed format, without data."""
+    """Replace the initializer of the experts' weights by the tensors of its packed format (weight, scale), without data."""
     assert value.shape is not None and value.name is not None
     experts, outputs, inputs = value.shape.numpy()
     del graph.initializers[value.name]

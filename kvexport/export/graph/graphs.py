@@ -43,10 +43,9 @@ PLUGIN = {"plugin_version": "1", "plugin_namespace": DOMAIN}
 def attention_functions(
     plan: CachePlan, method: Method, geometry: list[LayerGeometry], dtype: str
 ) -> list[list[onnx.FunctionProto]]:
-    """Return the ONNX functions of each layer's VoteAttention (kvexport's attention operator).
+    """Return, for each layer, the ONNX functions that define VoteAttention, kvexport's attention operator.
 
-    The first function of a layer is that of VoteAttention itself, the others are called by it. Equal layers share
-    functions.
+    The first function in a layer's list is VoteAttention itself; it calls the others.
     """
     return [
         vote_attention_functions(
@@ -118,7 +117,10 @@ def finish_encoder(model: ir.Model, locations: Mapping[str, Location], folder: P
 
 
 def _put_weights(graph: ir.Graph, locations: Mapping[str, Location], renamed: Mapping[str, str], folder: Path) -> None:
-    """Make initializers without data external data at their locations; `renamed` has other names for them there."""
+    """Let each ONNX initializer without data refer to its bytes in a weight file (external data).
+
+    `locations` has the file and offset of every weight. `renamed` gives the weight's name there if it differs.
+    """
     for name, value in graph.initializers.items():
         if value.const_value is None:
             location = locations[renamed.get(name, name)]

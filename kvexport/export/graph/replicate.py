@@ -1,8 +1,8 @@
 """Copies of a traced decoder layer for all the layers that compute the same function.
 
-The trace contains only a few layers. LayerBorder nodes mark where the hidden state enters and leaves a layer. To a
-layer belong the nodes that depend on the hidden state within its borders or on the layer's own parameters. All other
-values that these nodes read (positions, rotary tables, sizes, constants) are shared by all layers.
+The trace contains only a few layers. LayerBorder nodes mark where the hidden state enters and leaves a layer. A node
+belongs to a layer if it depends on the hidden state within the layer's borders, or on the layer's own parameters. All
+other values that these nodes read (positions, rotary tables, sizes, constants) are shared by all layers.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _find_layers(graph: ir.Graph, prefix: str, plan: CachePlan) -> dict[int, _La
 
 
 def _renamed(name: str, i: int, j: int, prefix: str) -> str | None:
-    """Return the name in layer j of a value that is called `name` in layer i; None for a value that layers share."""
+    """Return a value's name with layer number j in place of i; None if the name has no layer number."""
     for start in (prefix, "past_key_values.", "present."):
         if name.startswith(f"{start}{i}."):
             return f"{start}{j}." + name.removeprefix(f"{start}{i}.")

@@ -94,7 +94,7 @@ def _placeholder(inputs: tuple[tuple[str, bool], ...], outputs: tuple[str, ...])
 
 
 class _Tracing:
-    """The attention of a model in a trace: a VoteAttention placeholder and the present state for each KV cache."""
+    """The attention of a traced decoder: each KV cache gets a VoteAttention placeholder, which returns its new state."""
 
     def __init__(
         self,
@@ -210,8 +210,8 @@ def trace_decoder(
     """Trace decoder.onnx as an optimized ONNX IR model with one VoteAttention node for each layer that has a KV cache.
 
     The VoteAttention nodes have only the number of their layer as an attribute. Initializers have no data;
-    `initializer_names` returns their names. If several layers compute the same function, only the first is traced, and
-    the second as a check; the others are copies.
+    `initializer_names` returns their names. If several layers compute the same function, only the first two are traced.
+    All later layers are copies of the first; the second serves to check that a copy is right.
     """
     decoder = _Decoder(model, plan, attributes, last_logits, images).eval()
     layers = find_layers(model, mode) if not plan.attention_layers else None

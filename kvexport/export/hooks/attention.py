@@ -2,7 +2,7 @@
 
 transformers calls a registered function for every attention layer, with everything that attention needs (query, key,
 value, scale, window, softcap, sink logits). The registered function calls the `Attending` object of the current
-context: a probe, the tracer, or the PyTorch reference.
+context: the probe that examines a model without weights, the tracer, or the PyTorch reference.
 """
 
 from __future__ import annotations
@@ -141,9 +141,9 @@ def _attention(
 def _layers_of(module: nn.Module, key: Tensor) -> tuple[int | None, int | None]:
     """Return the number of the layer that `module` attends for, and that of another layer whose keys it reads, or None.
 
-    Layers that share an attention module (Zamba 2) pass their number only to `Cache.update`, which returned `key`.
-    Layers that share keys and values (Gemma 3n, Gemma 4) attend to the keys that another layer passed to
-    `Cache.update`, after that layer has attended to them.
+    Layers that share one attention module (Zamba 2) pass their number only to `Cache.update`, so the layer is found by
+    the tensor `key` that this method returned. Layers that share keys and values (Gemma 3n, Gemma 4) attend to the keys
+    that another layer passed to `Cache.update`, after that layer has attended to them.
     """
     number: int | None = getattr(module, "layer_idx", None)
     source = next((layer for layer, (own, _) in _cached.get().items() if own is key), None)

@@ -190,7 +190,7 @@ def _by_expert(rule: Any, named: Any, shape: tuple[int, ...]) -> tuple[int, bool
 
 
 def _of_one_expert(context: Any, parameters: Mapping[str, Any]) -> Any:
-    """Return the context of a conversion rule with a model whose expert parameters have the shape of one expert.
+    """Return a conversion rule's context, with a model in which expert parameters have the shape of one expert.
 
     The operations of the rule compare shapes of tensors with those of the model's parameters.
     """

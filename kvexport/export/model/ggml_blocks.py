@@ -1,9 +1,9 @@
 """The blocks of quantized values in GGUF files (ggml), converted to packed weights with exactly the same values.
 
 The library `gguf` can only convert blocks to floats; here the numbers and their scales stay packed. Numbers of 2 and 3
-bits take 4 bits in a packed weight, and scales of 4 and 6 bits take 8. A minimum is stored as an integer, which is
-multiplied with the negated super-scale of the minima. Source of the layouts: ggml-quants.c; tests compare the values
-with `gguf.dequantize`.
+bits take 4 bits in a packed weight, and scales of 4 and 6 bits take 8. ggml's K types subtract minimums and a packed
+weight adds them, so the float by which all minimums of a block are multiplied (the super-scale) is negated. Source of
+the layouts: ggml-quants.c; tests compare the values with `gguf.dequantize`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _q6_k(blocks: Array) -> dict[str, Array]:
 
 
 def _quarters(levels: Array) -> Array:
-    """Unpack 2-bit numbers: return the lowest 2 bits of every 32 bytes, then the next 2 bits of these bytes."""
+    """Unpack 2-bit numbers: from every 32 bytes take bits 0 and 1 of each byte, then bits 2 and 3, and so on."""
     shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
     numbers: Array = levels.reshape(len(levels), -1, 1, 32) >> shifts & 3
     return numbers.reshape(len(levels), 256)

@@ -57,7 +57,10 @@ class LinearHeads:
         return head % of_key * self.keys + head // of_key
 
     def split(self) -> Indices:
-        """Return where each row of transformers' matrix of qwen3next is in `attn_qkv` followed by `attn_gate`."""
+        """Return the rows of the GGUF matrices `attn_qkv` and `attn_gate`, joined, in the order of transformers' matrix.
+
+        The GGUF file has the architecture qwen3next.
+        """
         size, of_key = self.key_size, self.values // self.keys * self.value_size
         queries = np.arange(self.keys * size).reshape(self.keys, size)
         values = self.query_key_rows + np.arange(self.value_rows).reshape(self.keys, of_key)

@@ -109,7 +109,7 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
 
 
 def _drafted_layer(gguf: Gguf, kind: str) -> str | None:
-    """Return the number of a layer that predicts tokens after the next one; None if there is none. It is not built."""
+    """Return the number of the layer for multi-token prediction, which kvexport does not build; None if there is none."""
     drafted, layers = (gguf.metadata.get(f"{kind}.{key}", 0) for key in ("nextn_predict_layers", "block_count"))
     return str(layers - 1) if drafted == 1 and type(layers) is int else None
 
@@ -128,7 +128,7 @@ def _linear_heads(gguf: Gguf, kind: str) -> LinearHeads:
 
 
 def _paired_heads(gguf: Gguf, kind: str, architecture: Architecture, name: str, entry: TensorEntry) -> int:
-    """Return the number of heads whose rows a tensor stores as rotary pairs; 0 if the tensor stores no such pairs."""
+    """Return the number of heads if the GGUF tensor's rows are in the order of rotary pairs; 0 if they are not."""
     if not architecture.pairs or name not in ("attn_q", "attn_k"):
         return 0
     heads: Any = gguf.metadata.get(f"{kind}.attention.head_count")

@@ -104,7 +104,10 @@ class _Passes:
     def last_gradients(
         self, kept: Sequence[int], attention: Attending, directions: Callable[[Tensor], Iterable[Tensor]]
     ) -> list[Tensor]:
-        """Return the gradient [1, T, hidden] at the last layer's output for each of the `directions` of the logits."""
+        """Return the gradients [1, T, hidden] at the last layer's output of sums of logits, each weighted by one direction.
+
+        `directions` makes the directions (weights in the shape of the logits) from the logits.
+        """
         decoder, is_tuple = self._decoder, isinstance(self._output, tuple)
         last = (self._output[0] if is_tuple else self._output).detach().requires_grad_(True)
         for layer in decoder.layers:

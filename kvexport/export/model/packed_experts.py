@@ -30,7 +30,10 @@ _ROUTER = re.compile(r"\.(gate|router)\.")
 def kept_packed(
     name: str, rule: Any, named: Mapping[str, Sequence[Any]], shape: tuple[int, ...], layout: Layout
 ) -> PackedExperts | None:
-    """Return the packed weight that a conversion rule of transformers makes of experts' packed matrices, or None."""
+    """Return the weight of a layer's experts as one packed weight; None if it cannot be made of the packed matrices.
+
+    This is possible if transformers' conversion rule only stacks matrices, and if all of them have one packed format.
+    """
     operations = [(type(operation), operation.dim) for operation in rule.operations if hasattr(operation, "dim")]
     joins = operations in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
     if len(shape) != 3 or not joins or len(operations) != len(rule.operations):

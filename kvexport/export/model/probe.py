@@ -91,7 +91,7 @@ class _Probe:
         return None if mask_function is None else _Mask(mask_function)
 
     def _window(self, name: str, mask_function: Any) -> int:
-        """Return the size of a layer's sliding window: the number of positions that a query sees, with its own.
+        """Return the size of a layer's sliding window: how many positions a query sees, its own included.
 
         The result is 0 if a query sees all earlier positions.
         """
@@ -240,7 +240,7 @@ def _refuse_missing_layers(kind: str, text: Any, probe: _Probe, stateful: set[in
 
 
 def _refuse_integers(model: Any, reads: _Reads) -> None:
-    """Raise UsageError if a forward pass on tokens reads integers that checkpoints store."""
+    """Raise UsageError if a forward pass on tokens reads a tensor of integers that checkpoints store."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             stored = buffer is not None and name not in module._non_persistent_buffers_set

@@ -69,7 +69,10 @@ class Checkpoint:
     texts: tuple[Path, ...] = ()  # tokenizer files that an artifact contains as they are in the checkpoint
 
     def require_folder(self, purpose: str) -> None:
-        """Raise UsageError if the weights are in a GGUF file, because `purpose` needs a config that can be changed."""
+        """Raise UsageError if the weights are in a GGUF file, because the config of such a file cannot be changed.
+
+        `purpose` says in the message what the changed config is needed for.
+        """
         if any(entry.file.suffix == ".gguf" for entry in self.tensors.values()):
             raise UsageError(
                 f"{purpose} takes a checkpoint of safetensors, and the weights are in a GGUF file",

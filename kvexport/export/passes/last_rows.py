@@ -2,7 +2,7 @@
 
     m = ... Linear(...), norms, residuals ...       [B, T, C], each row computed by itself; nothing else reads it
     y = GatherElements<axis = 1>(m, Expand(row))    row [B, 1, 1]: one row of every sequence, [B, 1, C]
-=>  GatherElements of every x that these nodes read rows of; they compute one row, [B, 1, C]; that of m is gone
+=>  y = ... Linear(...), norms, residuals ...       [B, 1, C]; a GatherElements picks the row of each of their inputs
 
 A decoder that returns only the logits of the last token ends with these nodes. Of each chunk of a prompt, only one row
 of every sequence is then computed by the nodes after the last attention (output projection, norms, MLP, residuals).
@@ -47,9 +47,9 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why the last token's row cannot be picked further up in the graph; "" if it can.
+    """Return why the graph cannot pick the last token's row before earlier nodes instead of after them; "" if it can.
 
-    It can if one row of every sequence is picked, and a matrix product above needs no other row.
+    It can if one row of every sequence is picked, and at least one matrix product before needs no other row.
     """
     pick, data, row = match
     shape, axis = dims(data), pick.attributes.get_int("axis", 0)
@@ -83,7 +83,7 @@ def rewrite(match: Match) -> None:
 
 
 def _movable(match: Match) -> dict[ir.Node, list[ir.Value]]:
-    """Return the nodes that need only the picked row, last to first, each with the inputs that it reads by row."""
+    """Return the nodes that need only the last token's row, last to first, each with the inputs that it reads by row."""
     pick, graph = match.pick, match.pick.graph
     assert isinstance(graph, ir.Graph)
     batch, tokens, _ = dims(match.data)

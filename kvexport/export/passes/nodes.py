@@ -20,7 +20,7 @@ def permutes(node: ir.Node, order: list[int]) -> bool:
 
 
 def producer(node: ir.Node, i: int, op_type: str, domain: str = "") -> ir.Node | None:
-    """Return the ONNX node that computes input `i` of a node, if it has this operator type and domain; else None."""
+    """Return the ONNX node that computes input `i` of a node; None if that node has another operator type or domain."""
     value = node.inputs[i]
     source = value.producer() if value is not None else None
     return source if source is not None and is_op(source, op_type, domain) else None

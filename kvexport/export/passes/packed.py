@@ -133,7 +133,7 @@ def _order_input(
 
 
 class _Putter:
-    """An object that adds to an ONNX graph the nodes that dequantize one packed weight."""
+    """A writer of the ONNX nodes that dequantize one packed weight."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class _Putter:
         return value if stored == target else self.node("Cast", [value], to=int(target))
 
     def dense(self) -> ir.Value:
-        """Return the whole dequantized weight, which nodes at the beginning of the graph compute."""
+        """Add nodes that dequantize the whole packed weight, at the beginning of the graph, and return their result."""
         self.before, kind = self.graph[0], self.packing.kind
         names = ["weight", *parts_after(kind)]
         lines, result = dequantized(names, kind, self.packing.group, axis=1)
@@ -225,7 +225,7 @@ class _Putter:
         self.graph.remove(gather, safe=True)
 
     def floats(self, component: str, ids: ir.Value) -> ir.Value:
-        """Return the scales or minimums of gathered rows as float32 [B, T, groups, 1]."""
+        """Add nodes that gather rows of a packed weight's scales or minimums, as float32 [B, T, groups, 1]; return the result."""
         picked = self.node("Gather", [self.component(component), ids], axis=0)
         picked = self.cast(picked, TYPES[self.packing.scale_dtype], ir.DataType.FLOAT)
         last = self.constant([-1])
@@ -241,7 +241,7 @@ class _Putter:
         return self.node("Unsqueeze", [picked, last])
 
     def library_embedding(self, gather: ir.Node) -> None:
-        """Replace a Gather of the weight's rows by ONNX Runtime's GatherBlockQuantized.
+        """Replace a Gather of the packed weight's rows by ONNX Runtime's GatherBlockQuantized.
 
         Without zero points, GatherBlockQuantized subtracts half of the range from unsigned numbers.
         """
@@ -272,7 +272,10 @@ class _Putter:
         ir.convenience.replace_all_uses_with(old, rows, replace_graph_outputs=True)
 
     def numbers(self, component: str, ids: ir.Value, count: int, group: int) -> ir.Value:
-        """Return `count` packed numbers of each gathered row as float32 [B, T, count / group, group]."""
+        """Add nodes that gather rows of packed numbers, as float32 [B, T, count / group, group], and return the result.
+
+        `count` is the amount of numbers in a row.
+        """
         packing = self.packing
         shape = self.constant([0, 0, count // group, group])
         name = ROWS if component == "weight" else f"{component}_{ROWS}"
@@ -298,7 +301,7 @@ class _Putter:
         return self.node("Sub", [value, self.constant([half], np.float32)]) if packing.signed else value
 
     def high(self, ids: ir.Value, shape: ir.Value) -> ir.Value:
-        """Return the bits above the lowest four of gathered rows' 5- or 6-bit numbers, with 0 in the lowest four."""
+        """Add nodes that gather the upper bits of 5- or 6-bit numbers, with 0 in the lowest four bits; return the result."""
         bits, (_, k) = self.packing.high_bits, self.shape
         picked = self.node("Gather", [self.component("high"), ids], axis=0)
         apart = self.node("Reshape", [picked, self.constant([0, 0, k * bits // 32, 1, 4])])

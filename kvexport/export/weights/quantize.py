@@ -1,9 +1,10 @@
 """Quantization at build time: a float weight of a checkpoint is rounded to 4 or 8 bits in groups of inputs.
 
-Each group gets the scale with the smallest squared error among a few candidates. A candidate maps the value with the
-largest magnitude to the lowest number, or slightly beyond it, with either sign. The candidate is then fitted to the
-rounded numbers by least squares, and the numbers are rounded again. For normally distributed weights in 4 bits, the
-squared error is 0.9 times that of the first candidate alone, and 1.02 times that of a search through 80 scales.
+For 4 bits, each group gets the scale with the smallest squared error among a few candidates. Without zero points, a
+candidate maps the group's value of the largest magnitude to the lowest or the highest number of 4 bits, or slightly
+beyond it. The candidate is then fitted to the rounded numbers by least squares, and the numbers are rounded again. For
+normally distributed weights the squared error is 0.9 times that of the first candidate alone, and 1.02 times that of a
+search through 80 scales.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def _best(columns: Floats, starts: Sequence[Floats], zero: Floats, low: int, hig
 
 
 def _better(kept: tuple[Floats, ...], tried: tuple[Floats, ...]) -> tuple[Floats, ...]:
-    """Return, for each column, the (numbers, scale, error) with the smaller error, out of `kept` and `tried`.
+    """Return, for each column, the rounding (numbers, scale, error) with the smaller error, out of `kept` and `tried`.
 
     The result is written into `kept`, which is empty at first.
     """

@@ -209,8 +209,8 @@ def _embeddings(model: Any) -> set[str]:
 def _why_floats(source: Source, recipe: Recipe, *, picked: bool) -> str:
     """Return why a packed weight of the checkpoint is stored as floats in the artifact; "" if it stays packed.
 
-    With `picked`, the weight is an embedding whose rows are read one by one. Its columns then must not be reordered,
-    and every row of zero points has to begin at a byte.
+    `picked` marks an embedding, whose rows are read one by one. Its columns must not be reordered, and every row of
+    zero points has to begin at a byte.
     """
     packing = source.packing
     assert packing is not None

@@ -203,7 +203,7 @@ def _bytes(block: np.ndarray[Any, Any]) -> memoryview:
 
 
 def _key(spec: Spec) -> Key:
-    """Return the key of a weight spec; two specs with equal keys share their bytes in the artifact."""
+    """Return what a weight's bytes in the artifact depend on; weights with equal keys are written once."""
     return (spec.entry if isinstance(spec, TensorSpec) else spec.source, spec.dtype)
 
 

@@ -1,9 +1,11 @@
 """The graph pass that makes LoRA adapters a step of the Linear node whose product they change.
 
-    p = Linear(x, w, ...)                   read by nothing else; at most a bias yet
-    n = MatMul(x, Transpose(first))         first [rows, inputs]
-    y = Add(p, MatMul(Mul(n, r), second))   r [B, 1, rows], second [rows, outputs]; all as `put_adapters` writes them
+    p = Linear(x, w, ...)                   read by nothing else; it has at most a bias
+    n = MatMul(x, Transpose(first))         first [rows, inputs]: the LoRA matrices A of all adapters
+    y = Add(p, MatMul(Mul(n, r), second))   second [rows, outputs]: the LoRA matrices B, transposed and scaled
 =>  y = Linear(x, r, w, ..., first, second)     adapted = [1], an AdaptedLinear
+
+The input r [B, 1, rows] is 1 for the rows of the adapter that a batch lane uses, and 0 for all other rows.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from kvexport.ops.linear import Form
 
 
 class Match(NamedTuple):
-    """A projection's Linear node (p in this module's figure), the tensors of its LoRA adapters, and the Add node."""
+    """The Linear node of a projection, the tensors of its LoRA adapters, and the Add node that adds their change."""
 
     linear: ir.Node
     data: ir.Value
@@ -46,7 +48,7 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why two products of low rank are not LoRA adapters of a Linear node; "" if they are.
+    """Return why two matrix products are not LoRA adapters of a Linear node; "" if they are.
 
     They are not if they read another input, if their shapes are not those of adapters, or if the Linear has further
     steps.

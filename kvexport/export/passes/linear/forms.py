@@ -102,7 +102,7 @@ def operands(node: ir.Node, op_type: str) -> list[tuple[ir.Node, ir.Value]]:
 def put_linear(
     nodes: Sequence[ir.Node], inputs: Iterable[ir.Value | None], form: Form, outputs: Sequence[ir.Value] | None = None
 ) -> None:
-    """Replace `nodes` of a graph by one Linear node with these inputs and this form, as `nodes.replace` does."""
+    """Replace `nodes` of a graph by one new Linear node with the given inputs and form (its steps)."""
     attributes = ir.convenience.convert_attributes(form.attributes)
     linear = ir.Node(DOMAIN, form.op_type, list(inputs), attributes, overload=form.overload, num_outputs=form.count)
     graph_nodes.replace(nodes, linear, outputs)

@@ -1,7 +1,7 @@
 """The graph pass that fuses two products of a gated MLP, one under SiLU, into one Linear node with a gate.
 
-    p = Linear(x, w)                read by nothing else; it may have a bias
-    g = Linear(x, v)                nothing fused yet; read twice, here
+    p = Linear(x, w)                up projection, perhaps with a bias; read only by the last Mul
+    g = Linear(x, v)                gate projection, without further steps; read only by Mul and Sigmoid below
     s = Mul(g, Sigmoid(g))
     y = Mul(s, p)                   every Mul in either order
 =>  y = Linear(x, w, v)             gate = 1
@@ -31,9 +31,10 @@ from kvexport.ops.linear import Form
 
 
 class Match(NamedTuple):
-    """The nodes of a gated MLP: Linear nodes p and g, the Sigmoid, and products s and y of this module's figure.
+    """The nodes of a gated MLP: Linear nodes of its up and gate projection, the activation, and the product of both.
 
-    If the activation is one node, not SiLU, that node is both `sigmoid` and `silu`.
+    SiLU consists of the nodes `sigmoid` and `silu` (the product of the gate and its sigmoid). If the activation is one
+    node, and so not SiLU, that node is both `sigmoid` and `silu`.
     """
 
     linear: ir.Node
@@ -61,8 +62,8 @@ def pattern(node: ir.Node) -> list[Match]:
 def check(match: Match) -> str:
     """Return why two matrix products of a gated MLP cannot become one Linear node; "" if they can.
 
-    The Linear node would compute SiLU(x v) times (x w). The products cannot be fused if they read different inputs or
-    differ in size, or if other nodes read a value between them.
+    The Linear node would compute SiLU(gate projection) times up projection. The two cannot be fused if they read
+    different inputs or differ in size, or if other nodes read a value between them.
     """
     linear, gate, sigmoid, silu, _ = match
     if sigmoid is silu:

@@ -41,7 +41,8 @@ def pattern(node: ir.Node) -> list[Match]:
 def check(match: Match) -> str:
     """Return why an RMSNorm cannot be the first step of a Linear node; "" if it can.
 
-    It cannot if it normalizes other than whole rows, if types differ, or if other nodes read its output.
+    It cannot if the norm covers other dimensions than the last, if data types differ, or if other nodes read its
+    output.
     """
     norm, data, scale, linear = match
     form, types = form_of(linear), (data.dtype, scale.dtype, dtype_of(linear))

@@ -1,8 +1,8 @@
 """The graph pass that makes the rotary embedding of heads the last step of the Linear node that computes the heads.
 
     a, b = Linear(x, w, v, ...)                 a [B, H, T, D], read by nothing else
-    y = RotaryEmbedding(a, cosine, sine)        of planes (f, f + D / 2); cosine, sine [B, T, D / 2]
-=>  y, b = Linear(x, w, v, ..., cosine, sine)   rotated = [1, 0]
+    y = RotaryEmbedding(a, cosine, sine)        rotates elements f and f + D / 2 of a head together
+=>  y, b = Linear(x, w, v, ..., cosine, sine)   rotated = [1, 0]; cosine, sine [B, T, D / 2]
 
 A Linear node rotates all its rotated outputs by the same cosines and sines.
 """

@@ -177,7 +177,7 @@ class Backend(ABC):
         return None
 
     def advice(self, recipe: Recipe, cache: CachePlan, weight_bytes: int) -> Mapping[str, str]:
-        """Return notes about the machines that will run a recipe, by subject, for the report of `kvexport plan`.
+        """Return notes about the GPUs that will run a recipe's artifact, by subject, for the report of `kvexport plan`.
 
         Args:
             recipe: The recipe.

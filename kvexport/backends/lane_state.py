@@ -28,7 +28,7 @@ def is_captured(first: int, last: int) -> bool:
 
 
 class SlotPlace(NamedTuple):
-    """Where a lane's state tensor counts KV-cache slots: the dimension, None if it has none, and the layer's cache."""
+    """The dimension of a lane's state tensor that counts KV-cache slots, if any, and the cache plan of its layer."""
 
     axis: int | None
     cache: LayerCache | None
@@ -94,7 +94,10 @@ def fill(target: NDArray[Any], values: NDArray[Any], place: SlotPlace) -> None:
 
 
 def without_replaced(plan: CachePlan, state: Mapping[str, NDArray[Any]], tokens: int) -> dict[str, NDArray[Any]]:
-    """Return a lane's tensors with rings of reference queries cut to the rows that outlast `tokens` more tokens."""
+    """Return a lane's state tensors without the reference queries that `tokens` more tokens will replace.
+
+    Reference queries, recent queries that some compression methods keep, are in ring buffers of a fixed size.
+    """
     arrays = dict(state)
     for i, layer in enumerate(plan.caches):
         rings = [tensor.past(i) for tensor in layer.state if tensor.name in RING]
@@ -106,7 +109,7 @@ def without_replaced(plan: CachePlan, state: Mapping[str, NDArray[Any]], tokens:
 
 
 def with_whole_rings(plan: CachePlan, state: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Return a lane's tensors with rings of reference queries padded by empty rows to the size in the cache plan."""
+    """Return a lane's state tensors with ring buffers of reference queries padded by empty rows to their full size."""
     arrays = dict(state)
     for i, layer in enumerate(plan.caches):
         shapes = layer.shapes(1)

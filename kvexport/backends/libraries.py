@@ -20,8 +20,8 @@ MACHINES = {3: "i686", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv64"} 
 def find(variable: str, name: str, entry: str = "") -> Path | None:
     """Return the path of a native library; None if there is none.
 
-    The environment variable `variable` may name the library's path, or be "off". Without it, the search covers the
-    package's native folder, and then the entry points of other distributions.
+    The environment variable named by `variable` may hold the library's path, or "off". Without it, the library is
+    looked for in the package's native folder, and then in the entry points of other distributions.
     """
     setting = os.environ.get(variable, "")
     if setting == "off":

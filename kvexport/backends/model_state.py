@@ -26,7 +26,7 @@ class LaneState(Protocol):
     def decode(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
     ) -> NDArray[np.float32]:
-        """Append tokens to batch lanes first <= lane < first + n and return logits; the other lanes do not change.
+        """Append tokens [n, T] to the n batch lanes from `first` on, and return logits; the other lanes do not change.
 
         Later decoder calls may overwrite the returned logits.
         """
@@ -77,25 +77,26 @@ class ModelState(LaneState, Protocol):
         ...
 
     def begin(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Pending:
-        """Start a `step` without a wait, and return a function that waits for the step's rows of logits.
+        """Start the decoder call of a `step` without waiting; return a function that waits for its rows of logits.
 
-        `follow` may start the next decode call before that function is called. The rows stay valid until the second
-        call of `follow` after this `begin`.
+        `follow` may start the next decoder call before the function is called. The second `follow` after this call of
+        `begin` overwrites the rows of logits.
         """
         rows = self.step(input_ids, query_length, first)
         return lambda: rows
 
     def follow(self) -> Pending:
-        """Start the next decode call with the token of the largest logit of each lane in the decode call before it.
+        """Start a decoder call with the tokens that the decoder call before it found most likely, without waiting.
 
-        The lanes and lengths are those of that call, the latest `begin` or `follow`. Among equal logits the lowest
-        token id is taken. The result is a function as `begin` returns it.
+        The token of each lane has the largest logit in the latest call that `begin` or `follow` started; among equal
+        logits the lowest token id is taken. Batch lanes and `query_length` are those of that call, too. The result is a
+        function that waits for the new call's rows of logits.
         """
         assert not self.runs_ahead
         raise NotImplementedError
 
     def grown(self, lanes: int) -> ModelState:
-        """Return a state with `lanes` batch lanes: copies of all lanes of this state, and then empty lanes."""
+        """Return a new state with `lanes` batch lanes: copies of this state's lanes, followed by empty lanes."""
         ...
 
     def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
@@ -108,7 +109,7 @@ class ModelState(LaneState, Protocol):
     def write(self, lane: int, state: Mapping[str, NDArray[Any]], past_length: int | None = None) -> None:
         """Overwrite the state tensors of one batch lane with tensors that `read` returned.
 
-        Slots beyond those of the given tensors become empty. Tensors that `state` does not contain stay unchanged.
+        Slots that the given tensors do not have become empty. State tensors that are not among them stay unchanged.
         """
         ...
 

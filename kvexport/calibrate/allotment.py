@@ -21,10 +21,10 @@ def robust_budgets(
 ) -> tuple[NDArray[np.int64], float]:
     """Return cache budgets in slots, [n], that lower the eviction costs of all kinds of text, and the shrinkage factor.
 
-    All kinds of text have the same weight: the costs of a kind are relative to its cost with equal budgets. The budgets
-    with the smallest sum of relative costs are shrunk towards equal budgets. The shrinkage factor is the part of the
-    budget that is divided equally. To choose it, budgets are computed without each kind of text in turn; the factor
-    with the smallest cost on the worst left-out kind is taken.
+    The budgets minimize the sum of relative costs: for each kind of text, the cost divided by that with equal budgets.
+    They are then shrunk towards equal budgets: the shrinkage factor is the part of the budget that is divided equally.
+    To choose it, budgets are computed without each kind of text in turn; the factor with the smallest cost on the worst
+    left-out kind is taken.
     """
     curves = {kind: curves_of(cost, budgets, least, most) for kind, cost in costs.items()}
     equal = {kind: max(curve[:, slots - least].sum(), NOTHING) for kind, curve in curves.items()}
@@ -97,7 +97,10 @@ def cheapest(
 def shrunk(
     budgets: NDArray[np.int64], slots: int, step: float, most: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
-    """Return cache budgets moved towards equal ones: the part `step` is divided equally; their mean is `slots`."""
+    """Return budgets moved towards their equal division: the part `step` of the slots is divided equally.
+
+    The mean of the result is `slots`, the number of slots per KV head.
+    """
     mixed = np.floor((1 - step) * budgets + step * slots).astype(np.int64)
     most = np.full(len(mixed), max(budgets)) if most is None else np.minimum(most, max(budgets))
     return _summing_to(np.minimum(mixed, most), slots * len(mixed), int(min(budgets)), most)

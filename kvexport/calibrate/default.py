@@ -52,7 +52,10 @@ def _has_a_choice(loaded: LoadedRecipe) -> bool:
 def _measured(
     recipe: Recipe, changed: Callable[[Sequence[str]], LoadedRecipe], all_texts: bool, progress: Show
 ) -> LoadedRecipe:
-    """Return a recipe with measured budgets of KV heads, and print how far its cache is from the full one."""
+    """Return a recipe with measured budgets, and print how far its KV cache's predictions are from the full cache's.
+
+    Measured budgets are the shares of the cache's slots that calibration gives each KV head.
+    """
     from kvexport.calibrate.guard import divergence
     from kvexport.calibrate.head_shares import fitted_slots, grouped, head_shares_of, samples_of
     from kvexport.calibrate.measured import measure

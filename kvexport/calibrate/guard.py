@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def divergence(recipe: Recipe, shape: ModelShape, ids: Ids, slots: int) -> Divergence:
-    """Return how far the recipe's KV cache, and one that only drops entries, are from the full cache on one text.
+    """Return how far the recipe's KV cache, and a cache that only drops entries, are from the full cache on one text.
 
-    The distances are KL divergences in nats, measured on the second half of the text.
+    The distances are mean KL divergences of predictions in nats, over the second half of the text.
     """
     import torch
 

@@ -65,8 +65,8 @@ class HeadCosts:
     ) -> NDArray[np.float64]:
         """Return the cost [layers, heads, budgets] of every KV head's evictions, in nats per evaluated position.
 
-        `budgets` returns the numbers of slots to measure for the number of tokens that a head sees: those of the text,
-        or of a shorter sliding window.
+        `budgets` maps the number of tokens that a KV head sees (the text, or a shorter sliding window) to the numbers
+        of slots that are measured.
         """
         geometry, full = self._geometry, FullAttention(self._geometry, self._method)
         slots = [budgets(min(len(ids), layer.sliding_window or len(ids))) for layer in geometry]
@@ -90,7 +90,7 @@ class HeadCosts:
 
 
 def sized(recipe: dict[str, Any], length: int, slots: int) -> Recipe:
-    """Return a recipe with `slots` slots for every KV head and room for texts of `length` tokens, from plain data."""
+    """Return a copy of a recipe with `slots` slots for every KV head and room for texts of `length` tokens."""
     cache = {**recipe["cache"], "budget": slots, "slack": None, "allocation": {"kind": "uniform"}}
     limits = {**recipe["limits"], "max_length": length}
     chunk = max(1, min(recipe["export"]["prefill_chunk"], length // CHUNKS))

@@ -131,7 +131,7 @@ def samples_of(
     passages: int = PASSAGES,
     seed: int = 0,
 ) -> dict[str, Sample]:
-    """Return the texts of calibration tasks by task, or by task and number as in "recall/1".
+    """Return the texts of calibration tasks, named by task or by task and number, such as "recall/1".
 
     The arguments have the same meaning as those of `calibrate_heads`.
     """
@@ -168,10 +168,11 @@ def asked_and_answered(passage: Passage) -> Sample:
 
 
 def fitted_slots(recipe: Recipe, length: int) -> int:
-    """Return the number of slots of a KV head for which shares are fitted: the recipe's budget, or a part of a text.
+    """Return the mean number of slots per KV head for which calibration finds shares: the recipe's budget, or fewer.
 
-    It is at most a quarter of a text of `length` tokens. If the budget is a larger part of the longest sequence, it is
-    at most that part of the text, and never more than half.
+    A text of `length` tokens must be longer than the cache, so the number is at most a quarter of the text. If the
+    budget is a larger part of the recipe's longest sequence, it is at most that part of the text, and never more than
+    half.
     """
     least = math.ceil(least_slots(recipe))
     if recipe.budget <= least:
@@ -203,7 +204,7 @@ def head_shares_of(measured: Measured, slots: int, least: float) -> tuple[list[l
 
 
 def rows_of(measured: Measured) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return, by KV head, the measured budgets [n, budgets], and the most slots [n] that a head can use."""
+    """Return for each of n KV heads the budgets that were measured [n, budgets], and the most slots it can use [n]."""
     heads = next(iter(measured.costs.values())).shape[1]
     return np.repeat(np.array(measured.budgets), heads, 0), np.repeat(np.array(measured.seen), heads)
 

@@ -42,7 +42,7 @@ class Language(Protocol):
         ...
 
     def text(self, rng: np.random.Generator, count: int) -> tuple[Ids, list[int]]:
-        """Return a text of `count` tokens with its start token, and the positions at which predictions are evaluated.
+        """Return a text of `count` tokens, its start token included, and the positions of evaluated predictions.
 
         At these positions the next token can be predicted from the text, as the model was trained to do.
         """
@@ -62,9 +62,10 @@ class Words:
         raise ValueError("the tiny checkpoint knows no aliases")
 
     def ask(self, kind: str, name: str, answer: str) -> tuple[Ids, Ids]:
-        """Return the token ids of a question and of its answer.
+        """Return the token ids of a question about a name, and those of its answer.
 
-        This wording asks the same question for the kinds "one" and "mostly".
+        The kind "one" asks for the thing of a name that has one, "mostly" for the thing that is stated most often. In
+        the tiny checkpoint's language both are the same question.
         """
         if kind not in ("one", "mostly"):
             raise ValueError(f"the tiny checkpoint cannot be asked {kind!r}")

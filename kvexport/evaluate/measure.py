@@ -184,7 +184,7 @@ def run_long(
 
 
 def _state_of(state: dict[str, NDArray[np.float32]]) -> tuple[float, bool]:
-    """Return the largest norm of a cached key, and whether every occupied KV-cache slot is finite."""
+    """Return the largest norm of a key in the KV cache, and whether all numbers in occupied slots are finite."""
     largest, finite = 0.0, True
     for name, votes in state.items():
         if not name.endswith(".votes"):

@@ -104,7 +104,7 @@ def _answers_from(saved: Saved, lanes: Lanes, questions: Sequence[Question]) -> 
 
 
 def continued(lanes: Lanes, questions: Sequence[Question]) -> list[Answer]:
-    """Answer one question in each batch lane, whose KV cache has read the question's passage; return the figures."""
+    """Answer a question in each batch lane, which has read the passage of the question; return the figures."""
     width = lanes.prefill_chunk
     rows = lanes.prefill([np.array(q.ids, dtype=np.int64) for q in questions])
     assert all(len(q.ids) <= width for q in questions)
@@ -130,9 +130,9 @@ def _appended(lanes: Lanes, tokens: Sequence[Ids]) -> NDArray[np.float32]:
 
 
 def _judged(rows: NDArray[np.float32], lanes: Lanes, questions: Sequence[Question]) -> list[Answer]:
-    """Score the answers of lanes, given the logits with which each lane predicts its first answer token.
+    """Compare each lane's predictions with the true tokens of its answer, which are appended one by one.
 
-    The true answers are appended token by token.
+    `rows` are the logits that predict the first token of each answer.
     """
     right: list[list[bool]] = [[] for _ in questions]
     nll: list[list[float]] = [[] for _ in questions]

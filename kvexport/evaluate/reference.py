@@ -1,10 +1,10 @@
 """The full KV cache's predictions, stored on disk, for the KL divergences of compressed KV caches.
 
-A row has the log-probabilities of all tokens at one position, in steps of 1/2048 nat down to -32, two bytes each. With
-p and q the probabilities of a token with the full and the compressed cache, an error e in ln p changes the KL
-divergence by p e (ln p/q - KL). The error should therefore have the same size for every token: it is at most 1/2048 nat
-after the row is normalized. Errors have both signs, so the mean KL over a text changes by less than 1e-5 nat, or by
-less than 1e-5 of itself if it is larger (tests/evaluate/test_evaluate_reference.py; at most 2e-6 on eight texts of
+A file has, for each evaluated position, the log-probabilities of all tokens in steps of 1/2048 nat down to -32, two
+bytes each. If the full cache gives a token the probability p and the compressed cache q, an error e in ln p changes the
+KL divergence by p e (ln(p/q) - KL). The error should therefore have the same size for every token: it is at most 1/2048
+nat after normalization. Errors are positive and negative, so the mean KL over a text changes by less than 1e-5 nat, or
+by less than 1e-5 of itself if it is larger (tests/evaluate/test_evaluate_reference.py; at most 2e-6 on eight texts of
 SmolLM2 with KLs of .07 to .16). The most likely token stays the most likely: if another token would get the same step,
 that token is stored one step lower.
 """

@@ -77,10 +77,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Difference:
-    """A paired difference of two methods' figures at the same budget: the mean of the differences, sample by sample.
+    """A paired difference of two methods at the same budget: the mean of the samples' differences.
 
-    The figure is "kl" or "accuracy". The interval of the mean difference is narrower than the intervals of the two
-    figures suggest, because both settings ran on the same samples.
+    The samples' figure is "kl" or "accuracy". The interval of the mean difference is narrower than the intervals of the
+    two methods' own figures suggest, because both methods ran on the same samples.
     """
 
     label: str
@@ -112,7 +112,7 @@ class Evaluation:
 def paired(results: Sequence[Result], against: str) -> list[Difference]:
     """Return every method's figures minus those of the method `against` at the same budget, as paired differences.
 
-    Differences are taken on every task and figure that both results have.
+    There is a difference for every task and figure that both methods have.
     """
     differences = []
     bases = {result.budget: result for result in results if result.label == against}

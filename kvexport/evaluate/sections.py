@@ -148,7 +148,7 @@ def _step_time(result: Result) -> Estimate | None:
 
 
 def _series(evaluation: Evaluation, figure: Callable[[Result], Estimate | None], full: bool) -> list[Series]:
-    """Return the series of a plot over cache bytes: one line for each method, and a point for the full cache."""
+    """Return a plot's series over the bytes of the KV cache: a line for each method, and a point for the full cache."""
     labels = list(dict.fromkeys(r.label for r in evaluation.results))
     methods = [(label, [r for r in evaluation.results if r.label == label]) for label in labels]
     methods += [(evaluation.full.label, [evaluation.full])] if full else []

@@ -89,7 +89,10 @@ def _number(prediction: str, truths: Sequence[str], _: Sequence[str]) -> float:
 
 
 def _code(prediction: str, truths: Sequence[str], _: Sequence[str]) -> float:
-    """Score a code completion: the similarity of its first line of code (no comment, no fence) to the true line."""
+    """Score a code completion: the similarity of its first line to the true line, from 0 to 1.
+
+    Lines with a comment or a Markdown fence are skipped.
+    """
     lines = [line for line in prediction.lstrip("\n").split("\n") if not any(mark in line for mark in ("`", "#", "//"))]
     return max(
         difflib.SequenceMatcher(None, lines[0] if lines else "", truth, autojunk=False).ratio() for truth in truths

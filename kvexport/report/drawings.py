@@ -105,7 +105,7 @@ def _plot(plot: Plot, axes: Axes) -> str:
 
 
 def _points(plot: Plot, series: Series) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Return x, y and the ends of the band of a series; NaN for a point that cannot be drawn."""
+    """Return a series' x, y, and both ends of its band; a point without a place in the plot is NaN."""
     points = []
     for x, y, low, high in zip(series.x, series.y, series.low or series.y, series.high or series.y, strict=True):
         numbers = [math.nan if value is None else float(value) for value in (x, y, low, high)]

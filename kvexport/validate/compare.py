@@ -61,7 +61,7 @@ WHOLE = {
 
 
 def tolerance_of(table: Mapping[str, Tolerance], *types: str) -> Tolerance:
-    """Return one tolerance for several data types: field by field, the largest of their entries in `table`."""
+    """Return a tolerance that suits several data types: each field is the largest of the types' entries in `table`."""
     tolerances = [table[name] for name in types]
     return Tolerance(*(max(getattr(x, field.name) for x in tolerances) for field in fields(Tolerance)))
 
@@ -135,10 +135,10 @@ def named_heads(layer: LayerCache, state: Sequence[Array]) -> list[dict[str, Arr
 def state_difference(
     layer: LayerCache, method: Method, actual: Sequence[Array], expected: Sequence[Array], tolerance: Tolerance
 ) -> Difference | None:
-    """Return the first difference of two states of a layer's KV cache that exceeds its tolerance, or None.
+    """Return the first difference between two states of a layer's KV cache that exceeds its tolerance, or None.
 
-    Positions, and tensors that are only copied, must be equal. Keys and values are compared by their norms, votes and
-    scores by their sizes.
+    Positions must be equal. The tolerance of a key or value is relative to its norm (as a vector), that of votes and
+    scores is relative to the expected number.
     """
     parts = zip(named_heads(layer, actual), named_heads(layer, expected), strict=True)
     for first, (own, other) in enumerate(parts):
@@ -183,7 +183,10 @@ def _score_difference(method: Method, gap: Array, size: Array, tolerance: Tolera
 
 
 def largest_differences(name: str, a: Array, b: Array, heads: Array | None = None) -> float:
-    """Return the largest difference between two versions of a view [B, H, ...] of a state tensor."""
+    """Return the largest difference between two versions of a view [B, H, ...] of a state tensor.
+
+    Differences of keys and values are relative to their norms.
+    """
     if heads is not None:
         a, b = a[heads], b[heads]
     if np.array_equal(a, b):

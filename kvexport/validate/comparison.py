@@ -147,7 +147,7 @@ class Comparison:
         self.result.steps.append({"step": len(self.result.steps), "phase": phase, "tokens": seen, "largest": largest})
 
     def merged(self, feed: Arrays, present: Arrays, first: int) -> None:
-        """Compare one merge of KV caches with PyTorch's, KV head by KV head and in place; `first` is the first lane."""
+        """Compare one merge of batch lanes from `first` on with PyTorch's merge: KV head by KV head, and in place."""
         past = {name: np.ascontiguousarray(feed[name]) for name, _, layer, _ in self.plan.state_names() if layer.merges}
         with self.runners.merge:
             in_all: Arrays = self.runners.merge.infer(OrderedDict(with_slots(self.plan, self.engine.plan, past)))
@@ -187,7 +187,7 @@ class Comparison:
         return outputs
 
     def _with_used_slots(self, phase: str, outputs: Arrays) -> Arrays:
-        """Cut the engine's outputs to the reference's slots; note a mismatch if later slots are not empty."""
+        """Cut the engine's KV caches to the slots of the reference; note a mismatch if later slots are not empty."""
         if self.plan == self.engine.plan:
             return outputs
         if has_beyond(self.engine.plan, self.plan, outputs):
@@ -359,7 +359,7 @@ def _real(feed: Arrays) -> NDArray[Any]:
 
 
 def _are_largest(top: TopLogits | None, logits: NDArray[np.float32]) -> bool:
-    """Return whether `top` has the n largest of `logits` [vocabulary], and the right softmax mass."""
+    """Return whether `top` has the n largest of `logits` [vocabulary], and the right sum of exponentials."""
     if top is None or not 0 <= top.ids.min() <= top.ids.max() < logits.size:
         return False
     largest = -np.sort(-logits)[: top.ids.size]

@@ -170,7 +170,7 @@ class IndependentRun:
         tolerance: Tolerance,
         merge_tolerance: Tolerance,
     ) -> Iterator[tuple[int, Difference]]:
-        """Yield the differences of a lane's merges between engine and PyTorch that rounding cannot explain."""
+        """Yield the differences between the engine's and PyTorch's merges of a lane that rounding cannot explain."""
         if len(own) != len(expected):
             yield 0, Difference("merges", abs(len(own) - len(expected)), 0.0, 0, None, 0)
         for each, other in list(zip(own, expected, strict=False))[:1]:

@@ -30,7 +30,7 @@ NOT_PER_LAYER = ("architectures", "_token_id", "_token_ids")
 def first_layers(
     path: Path, count: int, checkpoint: str | None = None, progress: Callable[[str, int | None], Progress] = silent
 ) -> Iterator[Path]:
-    """Build the first `count` layers of the artifact at `path`, with embeddings and output head, without engines.
+    """Build the first `count` layers of the artifact at `path`, with embeddings and output head, as ONNX graphs only.
 
     The yielded artifact is deleted when the block ends, and so is the checkpoint that its recipe's model.path names.
     """

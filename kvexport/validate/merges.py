@@ -45,7 +45,7 @@ MOST_EXAMINED = 24  # most KV heads that a run merges again in float64; a wrong 
 
 @dataclass(frozen=True)
 class Flip:
-    """A KV head in whose merge the engine selected other entries than PyTorch."""
+    """A KV head in which the engine's merge selected other KV-cache entries than PyTorch's merge."""
 
     layer: int  # number of the cache
     lane: int  # row of the batch
@@ -122,9 +122,9 @@ def _explained(
     reference: Arrays,
     tolerance: Tolerance,
 ) -> float | None:
-    """Return the size of the rounding errors with which PyTorch in float64 merges a KV head as the engine did.
+    """Return how many float32 roundings explain that the engine merged a KV head otherwise than PyTorch; None if none.
 
-    The size is a number of float32 roundings. The result is None if no float64 run gives the engine's merge.
+    The number is the size of the random errors with which PyTorch, in float64, merges the KV head as the engine did.
     """
     head = difference.head or 0
 

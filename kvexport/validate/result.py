@@ -52,8 +52,8 @@ class Quantiles:
 def level_of(count: int) -> float:
     """Return which quantile of `count` rounding errors the validation checks.
 
-    This is the 99th percentile of 1,000 errors or more. For fewer errors it is the quantile that `ABOVE` of them
-    exceed, but at least the median.
+    This is the 99th percentile of 1,000 errors or more. For fewer errors it is lower, so that `ABOVE` errors exceed it,
+    but at least the median.
     """
     return max(0.5, min(0.99, 1.0 - ABOVE / max(count, 1)))
 
@@ -215,9 +215,9 @@ class ValidationResult:
         return max((s["largest"][kind] for s in self.steps if kind in s["largest"]), default=0.0)
 
     def mean_kl(self, text: str | None = None) -> float:
-        """Return the mean KL(full cache || engine) in nats over the compared positions of sequences of kind `text`.
+        """Return the mean KL(full cache || engine) in nats over the compared positions of validation sequences.
 
-        None stands for all sequences.
+        `text` chooses the sequences: "text", "random" tokens, or None for both.
         """
         values = [v for row in self._rows(self.kl, text) for v in row]
         return float(np.mean(values)) if values else 0.0

@@ -58,7 +58,7 @@ def sequences(engine: Any, length: int | None, batch: int | None, seed: int) -> 
     """Return the token ids of every validation sequence, and the kind of each, "text" or "random".
 
     The longest sequence comes first; the others are 2/3, 1/2, ... as long. Text and random tokens alternate if the
-    artifact has a tokenizer that returns its own text unchanged; otherwise all tokens are random.
+    artifact's tokenizer decodes an encoded text to the same text; otherwise all tokens are random.
     """
     limits = engine.manifest.limits
     batch = default_batch(engine.plan, limits) if batch is None else batch

@@ -97,20 +97,23 @@ class SmallTensors:
             (binding.bind_output if output else binding.bind_input)(name, *self.place(name))
 
     def send(self) -> None:
-        """Copy the small input tensors from `arrays` in host memory to the GPU, for the next call of the session."""
+        """Copy the inputs that the host wrote into `arrays`, such as token ids, to the GPU for the next session run."""
         if self._device_piece is not None:
             self._device_piece.write(self._host_piece)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Restore a call's small tensors on the GPU when the context ends, whatever was sent to them meanwhile."""
+        """Restore the small tensors on the GPU when the context ends, whatever was written to them meanwhile."""
         kept = None if self._device_piece is None else np.array(self._device_piece.read())
         yield
         if self._device_piece is not None and kept is not None:
             self._device_piece.write(kept)
 
     def fetch(self) -> dict[str, NDArray[Any]]:
-        """Return the small output tensors of the last session run by name; on the CPU the next run overwrites them."""
+        """Return the outputs of the last session run that the host reads, such as the largest logits, by name.
+
+        On the CPU the next run overwrites them.
+        """
         return self.arrays if self._device_piece is None else self._views(read(self._device_piece))
 
 

@@ -126,7 +126,7 @@ class OnnxRuntimeState(ModelState):
         turn: int = 0,
         images: CallImages | None = None,
     ) -> _BoundCall:
-        """Return the decoder call for some batch lanes, after its token ids and lengths were copied to the device."""
+        """Copy token ids and lengths of a decoder call to the device; return the bound session that makes the call."""
         self._settle()
         count, tokens = input_ids.shape
         call = self._decoder(first, count, tokens, turn, images)
@@ -174,7 +174,7 @@ class OnnxRuntimeState(ModelState):
         self._enqueued += 1
 
     def _settle(self) -> None:
-        """Wait for all enqueued runs, before the host reads or writes tensors that these runs use."""
+        """Wait for all runs that were enqueued on the device, before the host reads or writes their tensors."""
         if self._ended != self._enqueued:
             self._model.stream.wait()
             self._ended = self._enqueued
@@ -274,7 +274,7 @@ class OnnxRuntimeState(ModelState):
         return self._ready(DECODER, key, partial(self._bind_decoder, lanes, tokens, turn, stays, adapted=adapted))
 
     def _ready(self, name: str, key: Hashable, bind: Callable[[], _BoundCall]) -> _BoundCall:
-        """Return the bound session for `key`, made by `bind` if missing, with its CUDA graph captured if it has one."""
+        """Return the bound session kept under `key`; if needed, make it by `bind` and capture its CUDA graph."""
         kept = self._calls[name]
         call = kept.get(key)
         if call is None or call.session is not self._model.session(name):

@@ -43,7 +43,7 @@ class State(Protocol):
 
 
 class Phase:
-    """The decoder's calls of one token (decode) or of up to `tokens` tokens (prefill), and their staging memory.
+    """The decoder calls of one kind, decode (one token) or prefill (up to `tokens` tokens), and their staging memory.
 
     The staging memory is page-locked. The largest logits of a decode call are copied to the host with it; a whole row
     of logits is copied only when a caller asks for it (`Rows.row`).

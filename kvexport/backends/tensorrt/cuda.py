@@ -169,7 +169,7 @@ class Arena:
         return self.host[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
     def upload(self, stream: Any, *, begin: str | None = None) -> None:
-        """Enqueue a copy of tensors from the host to the GPU: all tensors, or those from `begin` on."""
+        """Enqueue a copy of tensors from the host to the GPU: all tensors, or the tensor `begin` and all after it."""
         assert self.host is not None
         start = 0 if begin is None else self._layout[begin][0]
         self._cuda.copy(self.device + start, self.host.ctypes.data + start, self.nbytes - start, stream)

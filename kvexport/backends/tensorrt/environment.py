@@ -70,7 +70,7 @@ def import_runtime(*, version_compatible: bool) -> Any:
 
 
 def install() -> str:
-    """Return the command that installs TensorRT on this machine; a Jetson needs the TensorRT of its JetPack."""
+    """Return the command that installs TensorRT on this machine; a Jetson needs the TensorRT of its JetPack release."""
     return INSTALL_JETSON if JETSON.exists() else INSTALL
 
 

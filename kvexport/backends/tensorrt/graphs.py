@@ -79,10 +79,10 @@ def _plugin_node(node: onnx.NodeProto) -> onnx.NodeProto:
 
 
 def with_static_rows(function: onnx.FunctionProto) -> onnx.FunctionProto:
-    """Return the ONNX function that merges KV heads of equal size with a fixed number of evicted rows: the slack.
+    """Return MergeCache's ONNX function (compression of KV caches) with a fixed number of evicted slots per KV head.
 
-    The rows are those of `kvexport.ops.merge_cache.rows_of`. If fewer slots are over the budget, the remaining evicted
-    rows are empty slots. The result is therefore the same, but no shape depends on values.
+    The fixed number is the most slots that a merge may have to evict. If fewer slots are over the budget, the remaining
+    ones are empty slots. The result is therefore the same, but no tensor's shape depends on values.
     """
     import onnx
 

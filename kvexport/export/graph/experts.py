@@ -73,7 +73,7 @@ def _packed(
 
 
 def _parts(graph: ir.Graph, value: ir.Value, packing: PackedFormat) -> list[ir.Value]:
-    """Replace the initializer of the experts' weights by the tensors of its packed format (weight, scale), without data."""
+    """Replace the initializer of the experts' weights by tensors of its packed format, such as scales, without data."""
     assert value.shape is not None and value.name is not None
     experts, outputs, inputs = value.shape.numpy()
     del graph.initializers[value.name]

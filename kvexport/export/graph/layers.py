@@ -60,7 +60,7 @@ def find_layers(model: Any, mode: FakeTensorMode) -> Layers | None:
 
 @contextlib.contextmanager
 def wrapped(modules: Mapping[int, nn.Module], call: Callable[..., Any]) -> Iterator[None]:
-    """Let ``call(i, original forward, ...)`` replace each decoder layer's forward method while this context is active."""
+    """Let ``call(i, original forward, ...)`` replace the forward method of decoder layer i within this context."""
     for i, module in modules.items():
         module.forward = partial(call, i, module.forward)
     try:

@@ -94,7 +94,7 @@ def _placeholder(inputs: tuple[tuple[str, bool], ...], outputs: tuple[str, ...])
 
 
 class _Tracing:
-    """The attention of a traced decoder: each KV cache gets a VoteAttention placeholder, which returns its new state."""
+    """The attention of a traced decoder: each KV cache gets a VoteAttention placeholder that returns its new state."""
 
     def __init__(
         self,

@@ -57,9 +57,9 @@ class LinearHeads:
         return head % of_key * self.keys + head // of_key
 
     def split(self) -> Indices:
-        """Return the rows of the GGUF matrices `attn_qkv` and `attn_gate`, joined, in the order of transformers' matrix.
+        """Return the order of rows that makes transformers' matrix of the GGUF matrices `attn_qkv` and `attn_gate`.
 
-        The GGUF file has the architecture qwen3next.
+        The rows of `attn_gate` are numbered after those of `attn_qkv`. The architecture is qwen3next.
         """
         size, of_key = self.key_size, self.values // self.keys * self.value_size
         queries = np.arange(self.keys * size).reshape(self.keys, size)

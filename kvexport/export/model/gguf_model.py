@@ -109,7 +109,7 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
 
 
 def _drafted_layer(gguf: Gguf, kind: str) -> str | None:
-    """Return the number of the layer for multi-token prediction, which kvexport does not build; None if there is none."""
+    """Return the number of the layer for multi-token prediction, which kvexport does not build; or None."""
     drafted, layers = (gguf.metadata.get(f"{kind}.{key}", 0) for key in ("nextn_predict_layers", "block_count"))
     return str(layers - 1) if drafted == 1 and type(layers) is int else None
 

@@ -104,9 +104,10 @@ class _Passes:
     def last_gradients(
         self, kept: Sequence[int], attention: Attending, directions: Callable[[Tensor], Iterable[Tensor]]
     ) -> list[Tensor]:
-        """Return the gradients [1, T, hidden] at the last layer's output of sums of logits, each weighted by one direction.
+        """Return one gradient [1, T, hidden] at the last layer's output for each of the `directions`.
 
-        `directions` makes the directions (weights in the shape of the logits) from the logits.
+        `directions` makes the directions, which are weights of the logits, from the logits. A gradient is that of the
+        sum of all logits times these weights.
         """
         decoder, is_tuple = self._decoder, isinstance(self._output, tuple)
         last = (self._output[0] if is_tuple else self._output).detach().requires_grad_(True)

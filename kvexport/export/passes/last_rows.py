@@ -83,7 +83,7 @@ def rewrite(match: Match) -> None:
 
 
 def _movable(match: Match) -> dict[ir.Node, list[ir.Value]]:
-    """Return the nodes that need only the last token's row, last to first, each with the inputs that it reads by row."""
+    """Return the nodes that need only the last token's row, last to first, and the inputs that each reads by row."""
     pick, graph = match.pick, match.pick.graph
     assert isinstance(graph, ir.Graph)
     batch, tokens, _ = dims(match.data)

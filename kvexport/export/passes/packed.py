@@ -225,7 +225,7 @@ class _Putter:
         self.graph.remove(gather, safe=True)
 
     def floats(self, component: str, ids: ir.Value) -> ir.Value:
-        """Add nodes that gather rows of a packed weight's scales or minimums, as float32 [B, T, groups, 1]; return the result."""
+        """Add nodes that gather rows of the packed weight's scales or minimums; return float32 [B, T, groups, 1]."""
         picked = self.node("Gather", [self.component(component), ids], axis=0)
         picked = self.cast(picked, TYPES[self.packing.scale_dtype], ir.DataType.FLOAT)
         last = self.constant([-1])
@@ -301,7 +301,7 @@ class _Putter:
         return self.node("Sub", [value, self.constant([half], np.float32)]) if packing.signed else value
 
     def high(self, ids: ir.Value, shape: ir.Value) -> ir.Value:
-        """Add nodes that gather the upper bits of 5- or 6-bit numbers, with 0 in the lowest four bits; return the result."""
+        """Add nodes that gather the upper bits of 5- or 6-bit numbers; the lowest four bits of the results are 0."""
         bits, (_, k) = self.packing.high_bits, self.shape
         picked = self.node("Gather", [self.component("high"), ids], axis=0)
         apart = self.node("Reshape", [picked, self.constant([0, 0, k * bits // 32, 1, 4])])

@@ -27,8 +27,8 @@ GROUPS = (128, 64, 32, 16)
 def nbits_format(packing: PackedFormat, inputs: int) -> PackedFormat:
     """Return the format in which MatMulNBits' layout stores a packed weight with `inputs` inputs.
 
-    Groups of the given format must have a multiple of 16 inputs. If the result is signed, 2^(bits - 1) is added to each
-    stored number.
+    Groups of the given format must have a multiple of 16 inputs. If the returned format is signed, the artifact stores
+    each number with 2^(bits - 1) added, because MatMulNBits takes unsigned numbers.
     """
     bits = 8 if packing.table or packing.bits > 4 else 4
     signed = packing.signed or bool(packing.table)

@@ -62,7 +62,7 @@ def pattern(node: ir.Node) -> list[Match]:
 def check(match: Match) -> str:
     """Return why two matrix products of a gated MLP cannot become one Linear node; "" if they can.
 
-    The Linear node would compute SiLU(gate projection) times up projection. The two cannot be fused if they read
+    The Linear node would multiply the up projection by SiLU of the gate projection. They cannot be fused if they read
     different inputs or differ in size, or if other nodes read a value between them.
     """
     linear, gate, sigmoid, silu, _ = match

@@ -121,7 +121,7 @@ def machine_memory() -> tuple[int, int]:
 
 
 def require_memory(size: int, purpose: str, fix: str) -> None:
-    """Raise EnvironmentProblem if an allocation exceeds the machine's memory, for which the system kills processes."""
+    """Raise EnvironmentProblem if an allocation exceeds the machine's memory, before the system kills the process."""
     total, _ = machine_memory()
     if 0 < total < size:
         raise EnvironmentProblem(

@@ -113,12 +113,7 @@ def tokens_of(
 
 
 def collect(prompt_tokens: Sequence[int], tokens: Iterable[Token]) -> list[Completion]:
-    """Collect a stream of tokens of several prompts into the completion of each prompt.
-
-    Args:
-        prompt_tokens: The number of tokens of each prompt.
-        tokens: The tokens of all prompts, in the order in which they were chosen.
-    """
+    """Collect the tokens of several prompts, of `prompt_tokens` tokens each, into one completion per prompt."""
     completions = [Completion(count) for count in prompt_tokens]
     for token in tokens:
         completions[token.sequence].append(token)

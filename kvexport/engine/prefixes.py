@@ -83,10 +83,7 @@ class Prefixes:
         return {border for border in borders if border > read}
 
     def leads(self, request: Request, prefilling: Iterable[Request]) -> bool:
-        """Return whether another request, whose prompt is being read, will save a prefix that `request` can start from.
-
-        Waiting for that prefix is faster than reading its tokens a second time.
-        """
+        """Return whether another request, whose prompt is being read, will save a prefix that `request` can use."""
         keys = request.keys
         have = next((border for border in reversed(keys) if keys[border] in self._saved), 0)
         for other in prefilling:

@@ -327,10 +327,8 @@ class Request:
     def is_foreseen(self, max_length: int) -> bool:
         """Return whether the next token is surely that of the largest logit, and the answer may have further tokens.
 
-        The result is False if `keep` is set, because the lane is then saved at the end of the answer.
-
-        Args:
-            max_length: The largest number of tokens of prompt and answer together.
+        The result is False if `keep` is set, because the lane is then saved at the end of the answer. Prompt and answer
+        together have at most `max_length` tokens.
         """
         return self.room(max_length) > 1 and not self.keep and self.sampler.takes_largest
 
@@ -367,12 +365,7 @@ class Request:
             self.state = DECODING
 
     def take(self, token: int, max_length: int) -> None:
-        """Add the next token to the answer, and finish the request if the token ends the answer.
-
-        Args:
-            token: The token id.
-            max_length: The largest number of tokens of prompt and answer together.
-        """
+        """Add the next token to the answer, and finish the request if the token or `max_length` ends the answer."""
         self._require(DECODING)
         reason = self.sampler.finish_reason
         if reason is None and len(self.ids) + len(self.tokens) + 1 >= max_length:

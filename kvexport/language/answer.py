@@ -49,7 +49,6 @@ class PlainReader:
     """A parser of answers without tool calls, which returns all text unchanged."""
 
     def read(self, text: str, last: bool) -> list[Piece]:
-        """Return the new text of an answer unchanged, as one piece."""
         return [Piece("text", text)] if text else []
 
 
@@ -97,7 +96,6 @@ class AnswerPlan:
     channels: bool | None = None
 
     def answer(self) -> Answer:
-        """Return an empty answer, to be filled while text arrives."""
         return Answer(self._reader(), str if self.calls is None else self.calls.new_id)
 
     def _reader(self) -> Reader:

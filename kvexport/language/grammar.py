@@ -208,7 +208,6 @@ class Grammars:
             return Constraint(matcher.deep_copy(), self.vocabulary, eos_token_ids)
 
     def has(self, grammar: Grammar) -> bool:
-        """Return whether a grammar has been compiled already."""
         return grammar in self._compiled
 
     @property

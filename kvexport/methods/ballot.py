@@ -59,10 +59,7 @@ class Ballot(Merging):
 
     @property
     def vote_exponent(self) -> float:
-        """The factor alpha of the attention bias ``alpha * ln(votes)``, which is 1.
-
-        A slot with p votes, which stands for p tokens, attracts as much attention as p equal keys.
-        """
+        """The factor alpha of the attention bias ``alpha * ln(votes)``, 1: p votes attract attention like p keys."""
         return 1.0
 
     @property

@@ -135,8 +135,7 @@ def _example(node: Node) -> Any:
 def _like(graph: Graph, value: Any, old: Tensor) -> Node | None:
     """Add operators that convert a value to the dtype and shape of the tensor `old`; return None if they cannot.
 
-    torch.onnx's own translation of `copy_` is not used, because it does not repeat a row that is copied into several
-    rows.
+    torch.onnx's own translation of `copy_` would not repeat a row that is copied into several rows.
     """
     new = value.meta["val"]
     sizes = [size if isinstance(size, int) else str(size) for size in old.shape]

@@ -200,7 +200,6 @@ class MemoryPlan:
             return None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the memory plan's figures as JSON values, without the batch and budget that fit a given memory."""
         limits = self.recipe.limits
         return {
             "recipe": self.name,

@@ -51,7 +51,6 @@ def meanings(model: type[BaseModel]) -> dict[str, str]:
 
 
 def section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """Return the class of a recipe section that a field holds; None if the field holds a plain value."""
     kind = model.model_fields[name].annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 

@@ -115,7 +115,6 @@ class ChatStream:
         return b"".join(self._chunk(index, first) for index in range(len(self._answers)))
 
     def add(self, update: Update) -> bytes:
-        """Return the server-sent events with the new text or tool calls of one choice."""
         i, answer = update.choice, self._answers[update.choice]
         logprobs = self._texts.chat(update.tokens) if self._texts is not None and update.tokens else None
         chunks = []

@@ -75,7 +75,6 @@ class Connection(H11Protocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the deadline of a connection that has closed."""
         self._set_deadline("")
         if self.flow is not None:  # a refused connection has no flow: uvicorn never got it
             super().connection_lost(exc)

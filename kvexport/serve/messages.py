@@ -137,7 +137,6 @@ class MessageStream:
         self._block, self._open = -1, ""  # the number and the kind of the block that is being written
 
     def message(self) -> dict[str, Any]:
-        """Return the Anthropic message object with empty content."""
         empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
         return {"type": "message", "role": "assistant", **self._head, **empty}
 

@@ -55,7 +55,6 @@ class Prompts:
     async def encode_chat(
         self, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any], *, fits: bool = True
     ) -> Sequence[int] | NDArray[Any]:
-        """Return the token ids of a conversation, rendered by the model's chat template."""
         engine = self.engine
 
         def work() -> Sequence[int] | NDArray[Any]:

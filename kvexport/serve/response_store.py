@@ -15,8 +15,6 @@ _RESPONSES, _CHARACTERS = 4096, 64 << 20
 
 @dataclass(frozen=True)
 class Stored:
-    """A stored response of /v1/responses and the conversation that led to it."""
-
     body: Mapping[str, Any]  # response as JSON
     messages: Sequence[dict[str, Any]]  # conversation up to the answer, in the form that chat templates read
     size: int  # characters of body and messages as JSON

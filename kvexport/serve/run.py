@@ -65,7 +65,6 @@ class Server(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the HTTP server as uvicorn does, then call `on_ready`."""
         self._logged.attach()
         try:
             await super().startup(sockets)

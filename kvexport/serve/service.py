@@ -119,7 +119,6 @@ class Service:
         self.prompts = Prompts(engine, self.beside)
 
     async def read(self, request: Request, kind: type[B]) -> B:
-        """Read the body of an HTTP request, and return it as an object of its schema `kind`."""
         media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if media_type != "application/json" and not media_type.endswith("+json"):
             raise ApiError(415, f"the body is {media_type[:80]}: send JSON, with Content-Type: application/json")

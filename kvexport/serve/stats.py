@@ -80,7 +80,6 @@ def measure(service: Service) -> None:
 
 
 def lanes_now(engine: Engine, lanes: Lanes) -> list[dict[str, Any]]:
-    """Return what each batch lane does, with its numbers of tokens and occupied KV-cache slots, as JSON values."""
     holders = {request.lane: request for request in engine.running()}
     entries = []
     for lane in range(lanes.count):

@@ -54,11 +54,9 @@ class Tracing:
         _parent.set(importlib.import_module("opentelemetry.propagate").extract(dict(headers)))
 
     def parent(self) -> Any:
-        """Return the parent span of the HTTP request that the current task answers."""
         return _parent.get()
 
     def finished(self, request: Request, times: Times, parent: Any) -> None:
-        """Export the OpenTelemetry spans of a finished request."""
         offset = time.time_ns() - int(time.perf_counter() * 1e9)
 
         def at(seconds: float) -> int:

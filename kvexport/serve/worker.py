@@ -188,7 +188,6 @@ class Worker:
             self.cancel(job)
 
     async def close(self) -> None:
-        """Cancel the requests that still run, and end the engine's thread."""
         self.draining = True
         with suppress(EngineEndedError):
             await self.call(self._cancel_all)

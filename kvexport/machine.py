@@ -131,7 +131,7 @@ def require_memory(size: int, purpose: str, fix: str) -> None:
 
 
 def require_address_space() -> None:
-    """Raise EnvironmentProblem if PyTorch lacks address space, without which it ends the process without a message."""
+    """Raise EnvironmentProblem if PyTorch lacks address space; PyTorch would end the process without a message."""
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]

@@ -159,7 +159,7 @@ def damaged(root: Path, problem: str) -> ArtifactError:
 
 
 def built_again(root: Path) -> str:
-    """Return the command that builds an artifact again if its manifest does not reliably say what it was built from."""
+    """Return advice for building an artifact again if its manifest is damaged, so that the model is unknown."""
     return f"kvexport build MODEL --out {shlex.quote(str(root))}, or with --recipe NAME if it was built from a recipe"
 
 

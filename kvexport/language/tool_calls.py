@@ -146,8 +146,8 @@ class CallReader:
 class CallParser:
     """A streaming parser of the JSON object of a tool call.
 
-    The parser keeps the tool's `name` and passes on the JSON of its arguments. Other values are skipped by their quotes
-    and brackets alone.
+    The parser keeps the tool's `name` and passes on the JSON of its arguments. It skips the values of other keys, of
+    which it only follows quotes and brackets.
     """
 
     def __init__(self, keys: Collection[str]) -> None:

@@ -102,7 +102,7 @@ def layer_vote_attention(
         past_key: [B, S, D] in the cache's type. S is the sum of `capacity`.
         past_value: [B, S, Dv] in the cache's type; [B, S, 0] with `value_prefix`.
         past_votes: [B, S] float32.
-        past_score: [B, K, S] float32.
+        past_score: [B, K, S] float32, the K statistics of each slot.
         past_position: [B, S] int32.
         sink_logits: [Hq], or None.
         *past_extra: For a quantized cache the scales of keys and values, [B, S] float32 each; then the tensors of the

@@ -119,7 +119,7 @@ def merge_cache(
         key: [B, H, C, D] in the cache's type.
         value: [B, H, C, Dv] in the cache's type; [B, H, C, 0] with `value_prefix`.
         votes: [B, H, C] float32; 0 for an empty slot.
-        score: [B, H, K, C] float32.
+        score: [B, H, K, C] float32, the K statistics of each slot.
         position: [B, H, C] int32.
         extra: For a quantized cache the scales of keys and values, [B, H, C] float32 each; then the tensors of
             the method's `extra_state`. Keys and values of a quantized cache are int8, or uint8 with half the last
@@ -229,9 +229,9 @@ def _merge_small(
 
 
 def _without_holes(is_kept: Tensor) -> Tensor:
-    """Return the source row of every cache row when kept slots move together after an eviction; [B, H, W] int64.
+    """Return, for each of W cache rows, the row whose slot moves there to close holes after an eviction; [B, H, W].
 
-    The first n rows receive the n kept slots. All other rows map to themselves.
+    The first n rows receive the n kept slots. Each later row receives its own.
 
     Args:
         is_kept: [B, H, W] bool, the rows that contain kept slots.

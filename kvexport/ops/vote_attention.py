@@ -78,7 +78,7 @@ def vote_attention(
         past_key: [B, H, C, D] in the cache's type.
         past_value: [B, H, C, Dv] in the cache's type; [B, H, C, 0] with `value_prefix`.
         past_votes: [B, H, C] float32; 0 for an empty slot.
-        past_score: [B, H, K, C] float32.
+        past_score: [B, H, K, C] float32, the K statistics of each slot.
         past_position: [B, H, C] int32.
         sink_logits: [Hq], one learned logit for each head that takes probability and has no value (gpt-oss), or None.
         *past_extra: For a quantized cache the scales of keys and values, [B, H, C] float32 each; then the tensors of

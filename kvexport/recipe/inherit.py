@@ -43,7 +43,7 @@ def locate(name: str, folder: Path, findings: Findings, place: str = "") -> Path
 
 
 def label_of(path: Path) -> str:
-    """Return the name of a recipe file for messages; for a shipped recipe it does not depend on the installation."""
+    """Return the name of a recipe file for messages. Recipes shipped with kvexport have equal names everywhere."""
     if path.parent == recipe_folder():
         return f"recipes/{path.name}"
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

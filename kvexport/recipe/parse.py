@@ -38,7 +38,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Origin:
-    """The place where an entry of a recipe is written."""
+    """The place where an entry of a recipe is written: a file and line, or a command-line option."""
 
     place: str  # of the value: "recipes/x.yaml:7" or "--set key=value"
     key_place: str
@@ -55,7 +55,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Tree:
-    """A mapping in a recipe, whose origin is the place of the key that it belongs to."""
+    """A mapping in a recipe, and the place (file and line, or option) of the key whose value the mapping is."""
 
     entries: dict[str, Entry]
     origin: Origin

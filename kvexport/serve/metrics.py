@@ -1,4 +1,4 @@
-"""The server's Prometheus metrics at /metrics: `vllm:...` for vLLM's dashboards, all others `kvexport:...`."""
+"""The server's Prometheus metrics at /metrics, named `vllm:...` if vLLM's dashboards read them, else `kvexport:...`."""
 
 from __future__ import annotations
 

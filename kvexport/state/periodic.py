@@ -118,7 +118,7 @@ class SelectedCache:
 
 @dataclass(frozen=True)
 class _Content:
-    """The content of one sequence's selected cache: copied slots of the full cache, then the tokens from `start` on."""
+    """The content of a sequence's selected cache: copied slots of the full cache, then tokens from `start` on."""
 
     slots: list[Slots]  # copied slots of the full cache, for each layer
     start: int  # number of the first token behind the copied slots

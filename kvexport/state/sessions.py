@@ -347,7 +347,7 @@ def _open_lock(path: Path) -> int:
 
 
 def _claimed(folder: Path, shared: bool) -> int:
-    """Return an open file whose lock keeps other processes from the folder of sessions, unless they all share it."""
+    """Lock the folder of sessions for this process, or for all that share it (`shared`); return the lock file."""
     number = _open_lock(folder / ".servers")
     try:
         fcntl.flock(number, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)

@@ -66,7 +66,7 @@ def kept_slots(slots: Slots, evicted: Evicted) -> Tensor:
 
 
 def _turned(query: Tensor, slots: Slots, evicted: Evicted) -> Tensor:
-    """Return the stored recent queries [B, H, W, D] rotated (RoPE) to their positions after the merge.
+    """Return W stored recent queries [B, H, W, D] rotated (RoPE) to their positions after the merge.
 
     If keys are rotated by their places in the cache, a merge moves recent keys down by as many positions as slots are
     evicted. The queries move with them.
@@ -91,7 +91,7 @@ def attended(fit: Fit, slots: Slots) -> Tensor:
 
 
 def attention(slots: Slots, visible: Tensor, query: Tensor, seen: Tensor, alpha: float) -> Tensor:
-    """Return the probabilities with which recent queries attend to cache slots; [B, H, W, C] float32.
+    """Return the probabilities with which W recent queries attend to C cache slots; [B, H, W, C] float32.
 
     All probabilities of a query that sees no slot are 0. The arguments are those of `logits`.
     """
@@ -156,7 +156,7 @@ def fitted_values(read: Tensor, value: Tensor, output: Tensor, free: Tensor, rid
     equations, of the ridge regression that starts from V.
 
     Args:
-        read: [B, H, W, C], the probabilities X of the queries.
+        read: [B, H, W, C], the attention probabilities X of the W queries over C slots.
         value: [B, H, C, Dv], the present values V.
         output: [B, H, W, Dv], the outputs Y to approximate.
         free: [B, H, C] bool, the slots whose values may change.
@@ -226,7 +226,7 @@ def fitted_votes(
         fit: The settings of the fit.
         slots: The slots before the merge.
         merged: The slots after the merge.
-        read: [B, H, W, C], the probabilities of the queries over all slots before the merge.
+        read: [B, H, W, C], the probabilities of W recent queries over all C slots before the merge.
         shares: [B, H, W, C], the mass of each merged slot as a share of the mass of all slots before the merge.
         kept: [B, H, C] bool, the kept slots.
         evicted: The slots that are evicted; `can_receive` marks the free slots, whose votes may change.

@@ -57,11 +57,11 @@ def _merged(policy: MergePolicy, statistics: tuple[Statistic, ...], slots: Slots
 
 
 def _with_means_added(slots: Slots, sets: MergeSets, score: Tensor) -> Tensor:
-    """Return the statistics `score` [B, H, V, K] of merged slots, with another first statistic.
+    """Return the K statistics `score` [B, H, V, K] of merged slots, the first replaced by a sum of means per query.
 
     The first statistic is a sum of attention probabilities. Divided by the number of queries that have seen a slot, it
-    is a mean per query. The new first statistic is the sum of the means of the merged slots, multiplied with the number
-    of queries since the latest token of the merged slot.
+    is a mean per query. The new first statistic is the sum of these means over the merged slots, multiplied with the
+    number of queries since the latest token of the merged slot.
     """
     import torch
 

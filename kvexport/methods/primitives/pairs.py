@@ -45,7 +45,7 @@ def pair_order(scores: Tensor, unprotected: Tensor, *, share: bool) -> Tensor:
 
 
 def merge_pairs(policy: MergePolicy, slots: Slots, evicted: Evicted) -> tuple[MergeSets, Tensor, Tensor, Tensor]:
-    """Return the merged pairs of cache slots as sets, their keys and values [B, H, V, D], and their votes [B, H, V].
+    """Return the V merged pairs of cache slots as sets, with keys and values [B, H, V, D] and votes [B, H, V].
 
     The older key is rotated to the position of the younger one. The new key is the mean of both by `key_weights`, the
     new value ``sum n v / sum n`` and the new votes ``sum n``, where v are the values and n the votes.
@@ -69,7 +69,7 @@ def merge_pairs(policy: MergePolicy, slots: Slots, evicted: Evicted) -> tuple[Me
 
 
 def key_weights(policy: MergePolicy, slots: Slots, sets: MergeSets) -> tuple[Tensor, Tensor]:
-    """Return the weights of the younger and of the older slot's key in each merged pair, each [B, H, V].
+    """Return the weights of the younger and of the older slot's key in each of V merged pairs, both [B, H, V].
 
     The weights are the last statistic of the slots, or KVSlimmer's terms of the Hessian if `policy.weigh` is
     ``hessian``. Weights are not negative.

@@ -42,7 +42,7 @@ class MergeSets:
     def pair(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return x [B, H, C, ...] at the targets of a merge and at the evicted slots, each [B, H, V, ...] in float32.
 
-        A target is the kept cache slot that an evicted slot merges into.
+        A target is the kept cache slot that one of the V evicted slots merges into.
         """
         return gather_rows(x, self.targets).float(), gather_rows(x, self.index).float()
 
@@ -50,7 +50,7 @@ class MergeSets:
         """Return the sum of a quantity over every merge set, a kept slot (target) and the slots that merge into it.
 
         Args:
-            target: The target's term, [B, H, V] or [B, H, V, D], as the result.
+            target: For each of the V evicted slots the term of its target, [B, H, V] or [B, H, V, D], like the result.
             evicted: The term of each evicted slot, of the same shape.
         """
         if target.dim() == 3:
@@ -68,7 +68,7 @@ class MergeSets:
 
         Args:
             x: [B, H, C, D].
-            target_weight: [B, H, V], the weights of the targets.
+            target_weight: [B, H, V], the weight of the target of each of the V evicted slots.
             evicted_weight: [B, H, V], the weights of the evicted slots.
 
         Returns:
@@ -89,7 +89,7 @@ class MergeSets:
         return torch.maximum(target, torch.where(self.same > 0, evicted[:, :, None, :], -1).amax(-1))
 
     def scores(self, slots: Slots, statistics: tuple[Statistic, ...]) -> Tensor:
-        """Return the merged statistics [B, H, V, K] of every merge set, a kept slot and the slots that merge into it.
+        """Return the K merged statistics of the merge set of each evicted slot, [B, H, V, K] for V evicted slots.
 
         Sums of attention probabilities add up. Averages of exp(logit), which are stored as logarithms, become their
         mean weighted by votes (numbers of tokens). A statistic of kind ``none`` keeps the kept slot's value.
@@ -118,7 +118,7 @@ class MergeSets:
 
         Args:
             slots: The layer's cache.
-            key: [B, H, V, D], or None to keep the targets' keys.
+            key: [B, H, V, D], for each of the V evicted slots the merged key of its set; None keeps the targets' keys.
             value: [B, H, V, Dv].
             votes: [B, H, V].
             score: [B, H, V, K].
@@ -165,7 +165,7 @@ def merge_sets(evicted: Evicted, targets: Tensor, merges: Tensor) -> MergeSets:
 
 
 def squared_distances(x: Tensor, rows: Tensor) -> Tensor:
-    """Return the squared distances of some rows of x to all rows of x; [B, H, V, C] float32.
+    """Return the squared distances of V rows of x to all C rows of x; [B, H, V, C] float32.
 
     The error is about 1e-6 of the squared norms of the rows.
 
@@ -188,7 +188,7 @@ def unit(key: Tensor) -> Tensor:
 
 
 def nearness(slots: Slots, index: Tensor, measure: Literal["cosine", "dot", "distance"]) -> Tensor:
-    """Return how similar the keys at `index` are to all keys of the cache; [B, H, V, C] float32, larger is nearer.
+    """Return how near the keys at V indices are to all C keys of the cache, [B, H, V, C]; a larger number is nearer.
 
     Args:
         slots: The layer's cache.
@@ -205,7 +205,7 @@ def nearness(slots: Slots, index: Tensor, measure: Literal["cosine", "dot", "dis
 
 
 def nearest(slots: Slots, evicted: Evicted, measure: Literal["cosine", "dot", "distance"]) -> tuple[Tensor, Tensor]:
-    """Return for every evicted slot the kept slot of the nearest key, and how near the two keys are; each [B, H, V].
+    """Return for every evicted slot the kept slot of the nearest key, and the nearness of the two keys; each [B, H, V].
 
     The nearness is ``NO_TARGET`` if no slot can receive. Among equally near targets the one of lowest position is
     chosen.

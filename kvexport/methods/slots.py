@@ -82,7 +82,7 @@ class Evicted:
     """The cache slots that a merge evicts, and the slots that they may merge into.
 
     Attributes:
-        index: [B, H, V] int64, the evicted slots as indices into `Slots`.
+        index: [B, H, V] int64, the V evicted slots of each KV head as indices into `Slots`.
         occupied: [B, H, V] bool. False if the slot was empty already.
         can_receive: [B, H, C] bool. True for kept slots that evicted ones may merge into: never sinks, and recent slots
             only if `Method.recent_receives` is true.
@@ -100,7 +100,7 @@ class NewTokens:
     """The new tokens that a call of the attention operator appends to the KV cache, for `Method.update`.
 
     Attributes:
-        query: [B, Hq, T, D].
+        query: [B, Hq, T, D], the T queries of each of Hq query heads.
         key: [B, H, T, D].
         value: [B, H, T, Dv].
         position: [B, T] int64.

@@ -132,12 +132,13 @@ def experts(
     """Return the outputs of the experts that a router chose for each token, summed with the router's weights.
 
     Args:
-        input: [N, hidden], a row for each token.
-        indices: [N, k] int64, the experts of each token; no expert twice.
-        weights: [N, k], the factor of each of these experts.
-        first: [E, 2 inner, hidden], the gate's rows before the ups'; [E, inner, hidden] without a gate.
+        input: [N, hidden], a row for each of N tokens.
+        indices: [N, k] int64, the k experts of each token; no expert twice.
+        weights: [N, k], the router's factors of these experts.
+        first: [E, 2 inner, hidden], the first weights of E experts, gate rows before up rows; [E, inner, hidden]
+            without a gate.
         first_bias: [E, 2 inner] or [E, inner], where the form has biases.
-        down: [E, hidden, inner].
+        down: [E, hidden, inner], the second weights of the experts.
         down_bias: [E, hidden], where the form has biases.
         form: The computation between the two products.
 

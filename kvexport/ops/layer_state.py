@@ -36,7 +36,7 @@ NEW = {"query": 1, "key": 1, "value": 1, "sink_logits": 0}  # the dimension that
 def split_state(
     state: Sequence[Tensor], tensors: Sequence[StateTensor], capacity: Sequence[int], *, together: bool
 ) -> list[tuple[Tensor, ...]]:
-    """Return views [B, H, C, ...] of a layer's cache state: one view of all its KV heads, or one of each head."""
+    """Return views [B, H, C, ...] of a layer's cache state: one view of all KV heads, or one of each if they differ."""
     if together:
         return [tuple(_view(x, tensor, len(capacity)) for x, tensor in zip(state, tensors, strict=True))]
     parts = [

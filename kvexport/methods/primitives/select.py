@@ -91,9 +91,9 @@ def keep_score(policy: MergePolicy, slots: Slots, unprotected: Tensor, count: in
 
 
 def _near_first(policy: MergePolicy, slots: Slots, pool: EvictionPool, higher: Tensor) -> Tensor:
-    """Return keep scores: lowest for slots of the eviction pool that have a near merge target, then by importance.
+    """Return keep scores, lowest for slots of the eviction pool with a similar slot to merge into, then by importance.
 
-    The scores are ranks, so that a slot without a near target never comes first because of its importance.
+    The scores are ranks, so that a slot without such a similar slot never comes first because of its importance.
     """
     import torch
 

@@ -20,7 +20,7 @@ class Divergence:
 
     @property
     def line(self) -> str:
-        """The KL divergences from the full cache, with the recipe's cache and with a dropping one, as text."""
+        """A text with two KL divergences from the full cache: of the recipe's cache, and of one that drops entries."""
         return (
             f"with {self.slots} slots, the KL to the full cache over a text of {self.tokens} tokens is "
             f"{self.built:.3g} nats a token, and {self.dropped:.3g} if entries are dropped"

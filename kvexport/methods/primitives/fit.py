@@ -80,7 +80,7 @@ def _turned(query: Tensor, slots: Slots, evicted: Evicted) -> Tensor:
 def attended(fit: Fit, slots: Slots) -> Tensor:
     """Return for every cache slot the sum of the squared probabilities that recent queries give it; [B, H, C] float32.
 
-    Probabilities of at most 1e-6 count as zero, so that a value that underflows in one backend only cannot decide an
+    Probabilities of at most 1e-6 count as zero, so that a value that underflows in only one of the backends decides no
     eviction.
     """
     import torch

@@ -60,7 +60,6 @@ def merge_problem(cache: CachePlan, method: Method, capability: tuple[int, int] 
 
 
 def _lacking(cache: CachePlan, shared: int, *, merges: bool) -> str:
-    """Return which KV cache needs more than `shared` bytes of shared memory in MergeCache's CUDA kernels, or ""."""
     for i, layer in enumerate(cache.caches):
         slots = max(layer.capacity)
         evicted = max(own - budget for own, budget in zip(layer.capacity, layer.budget, strict=True))

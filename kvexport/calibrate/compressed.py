@@ -98,7 +98,6 @@ def _merge_session(attributes: tuple[MergeCacheAttributes, ...], opener: NodeOpe
 def _session(
     opener: NodeOpener, op: str, attributes: dict[str, Any], inputs: Sequence[str], outputs: Sequence[str]
 ) -> Any:
-    """Return a session of one native operator with float32 KV caches."""
     import torch
     from onnx import TensorProto, helper
 

@@ -74,5 +74,4 @@ class CompressedAttention:
         return torch.cat(outputs, 1)
 
     def mask(self, mask_function: Any) -> Any:
-        """Return None in place of an attention mask, because `attend` is causal itself."""
         return None

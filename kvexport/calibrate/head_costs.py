@@ -136,5 +136,4 @@ class FullAttention:
         return output
 
     def mask(self, mask_function: Any) -> Any:
-        """Return None in place of an attention mask, because `attend` is causal itself."""
         return None

@@ -26,7 +26,6 @@ class Command(TyperCommand):
     """A command whose help text lists its options in groups, by their `rich_help_panel`."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments and each group of options into the help text; options without a group come last."""
         panels: dict[str, list[Any]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)

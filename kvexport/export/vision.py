@@ -272,7 +272,6 @@ def _rows_of_tiles(texts: Mapping[str, tuple[str | int, ...]]) -> int:
 
 
 def _keep_read(model: Any, graph: ir.Model) -> None:
-    """Keep only the parameters that the image encoder's graph reads."""
     names = initializer_names(model)
     for prefix, module in model.named_modules():
         for name in module._parameters:

@@ -73,7 +73,6 @@ class WatchedState:
         return getattr(self._state, name)
 
     def merge(self, first: int, last: int) -> None:
-        """Run the wrapped state's merge of lanes first <= lane < last, and record the KV caches before and after."""
         past = self.lane_states(first, last)
         self._state.merge(first, last)
         present = {name.replace("past_key_values.", "present."): x for name, x in self.lane_states(first, last).items()}
@@ -170,7 +169,6 @@ class IndependentRun:
         tolerance: Tolerance,
         merge_tolerance: Tolerance,
     ) -> Iterator[tuple[int, Difference]]:
-        """Yield the differences between the engine's and PyTorch's merges of a lane that rounding cannot explain."""
         if len(own) != len(expected):
             yield 0, Difference("merges", abs(len(own) - len(expected)), 0.0, 0, None, 0)
         for each, other in list(zip(own, expected, strict=False))[:1]:

@@ -59,7 +59,6 @@ class OnnxRuntime(Backend):
         return section.of(recipe).device
 
     def problems(self, recipe: Recipe) -> list[tuple[str, str]]:
-        """Return why ONNX Runtime cannot run a recipe's artifact on this machine, as (reason, fix) pairs."""
         return devices.problems(self.device(recipe))
 
     def advice(self, recipe: Recipe, cache: CachePlan, weight_bytes: int) -> Mapping[str, str]:
@@ -76,7 +75,6 @@ class OnnxRuntime(Backend):
     def packing_problem(
         self, recipe: Recipe, dtype: str, group: int, *, has_offset: bool, has_table: bool, picked: bool
     ) -> tuple[str, str] | None:
-        """Return why ONNX Runtime's CUDA provider cannot run a packed weight, and the setting that avoids it."""
         if self.device(recipe) != "cuda" or group % LEAST_BLOCK == 0:
             return None
         return f"ONNX Runtime on CUDA takes only groups of multiples of {LEAST_BLOCK} inputs", "--set weights.group=32"
@@ -173,7 +171,6 @@ class OnnxRuntime(Backend):
         )
 
     def describe(self, path: Path, manifest: Manifest) -> Description:
-        """Return how this machine runs each of kvexport's operators in an artifact: natively or as an ONNX function."""
         from kvexport.report.sections import KeyValues
 
         implementations = native.implementations(manifest)

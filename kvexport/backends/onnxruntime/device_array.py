@@ -52,7 +52,6 @@ class DeviceArray:
         return view
 
     def place(self, lanes: slice = ALL) -> Place:
-        """Return device, element type, shape and address of some batch lanes, for ONNX Runtime's binding."""
         first, last, _ = lanes.indices(self.shape[0])
         start = self._value.data_ptr() + first * (self.nbytes // self.shape[0])
         return self.device, 0, self.dtype.type, (last - first, *self.shape[1:]), start

@@ -374,7 +374,6 @@ class OnnxRuntimeState(ModelState):
         return _BoundCall(session, binding, self._model.new_graph(TOP_LOGITS, True), outputs=outputs)
 
     def _logits(self, count: int, tokens: int, turn: int) -> Array:
-        """Return a buffer for logits [count, 1 or tokens, vocabulary], which later decoder calls may overwrite."""
         model, single = self._model, np.dtype(np.float32)
         if tokens > 1:
             rows = tokens if model.all_logits else 1

@@ -144,7 +144,6 @@ class Sessions:
             session.run_with_iobinding(binding, _run_options(graph, wait))
 
     def open_decoder(self, model: bytes) -> Any:
-        """Return an ONNX Runtime session of another decoder's ONNX graph over the same weights."""
         return self._open[DECODER](graphs=False, model=model)
 
     def new_graph(self, name: str, stays: bool) -> int | None:

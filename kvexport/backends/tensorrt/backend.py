@@ -36,7 +36,6 @@ class TensorRT(Backend):
         return True
 
     def problems(self, recipe: Recipe) -> list[tuple[str, str]]:
-        """Return why TensorRT engines cannot run on this machine, as (reason, fix) pairs; empty if they can."""
         from kvexport.backends.tensorrt import section
         from kvexport.backends.tensorrt.cuda import Cuda
         from kvexport.backends.tensorrt.environment import import_runtime, require_gpu
@@ -95,7 +94,6 @@ class TensorRT(Backend):
     def packing_problem(
         self, recipe: Recipe, dtype: str, group: int, *, has_offset: bool, has_table: bool, picked: bool
     ) -> tuple[str, str] | None:
-        """Return why TensorRT cannot run a packed (quantized) weight and the setting that avoids it, or None."""
         from kvexport.backends.tensorrt.weights import BLOCKS, PICKED, TABLE, problem
 
         if picked:
@@ -144,7 +142,6 @@ class TensorRT(Backend):
         return Diagnosis({"TensorRT plugins": row, **here}, {"tensorrt_plugins": {"problem": why, "fix": fix}})
 
     def describe(self, path: Path, manifest: Manifest) -> Description:
-        """Return the TensorRT version, the GPU and the options with which an artifact's engines were built."""
         from kvexport.backends.tensorrt.environment import dotted
         from kvexport.backends.tensorrt.record import engine_record
         from kvexport.report.sections import KeyValues

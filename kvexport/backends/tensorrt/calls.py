@@ -216,7 +216,6 @@ class Merge:
         self._replay = engines.replay(backend.stream, "merging")
 
     def run(self, first: int, last: int) -> None:
-        """Enqueue the merge (compression) of the KV caches of batch lanes first <= lane < last."""
         if (first, last) != self._bound:
             backend = self.backend
             self._before, self._after = backend.bind_lanes(

@@ -124,7 +124,6 @@ def _put(graph: ir.Graph, module: str, product: ir.Node, mask: ir.Value) -> tupl
 
 
 def _with_bias(product: ir.Node) -> ir.Node:
-    """Return the node that adds a projection's bias to its matrix product; the product's node if there is no bias."""
     uses = list(product.outputs[0].uses())
     node = uses[0].node if len(uses) == 1 else product
     biased = is_op(node, "Add") and any(x is not None and x.is_initializer() and len(dims(x)) == 1 for x in node.inputs)

@@ -63,7 +63,6 @@ def _modules(node: ir.Node) -> list[str]:
 
 
 def _joined(node: ir.Node, modules: list[str]) -> str:
-    """Return the name of a node, made from the modules of its weights; "" if it has no weights."""
     if not modules:
         return ""
     if not is_linear(node):

@@ -23,8 +23,6 @@ BORDER = "LayerBorder"
 
 @dataclass
 class _Layer:
-    """A decoder layer in a trace: its number, its border nodes at entry and exit, and its nodes in order."""
-
     number: int
     entry: ir.Node
     exit: ir.Node

@@ -203,7 +203,6 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _keep_read(model: Any, reads: _Reads) -> None:
-    """Keep only the parameters that a forward pass on tokens reads; drop those of image and audio encoders."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in reads.ids:
@@ -240,7 +239,6 @@ def _refuse_missing_layers(kind: str, text: Any, probe: _Probe, stateful: set[in
 
 
 def _refuse_integers(model: Any, reads: _Reads) -> None:
-    """Raise UsageError if a forward pass on tokens reads a tensor of integers that checkpoints store."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             stored = buffer is not None and name not in module._non_persistent_buffers_set

@@ -30,8 +30,6 @@ ELEMENTWISE = {
 
 
 class Match(NamedTuple):
-    """The GatherElements that picks the last token's row, the tensor [B, T, C] that it reads, and the row's index."""
-
     pick: ir.Node
     data: ir.Value
     row: ir.Value

@@ -66,7 +66,6 @@ def replace(nodes: Sequence[ir.Node], new: ir.Node, outputs: Sequence[ir.Value] 
 
 
 def _remove_unread(node: ir.Node) -> None:
-    """Remove a node whose outputs no node reads, and the nodes that computed values only for it."""
     graph = node.graph
     if not isinstance(graph, ir.Graph) or any(x.uses() or x.is_graph_output() for x in node.outputs):
         return

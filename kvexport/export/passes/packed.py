@@ -133,8 +133,6 @@ def _order_input(
 
 
 class _Putter:
-    """A writer of the ONNX nodes that dequantize one packed weight."""
-
     def __init__(
         self,
         graph: ir.Graph,
@@ -171,7 +169,6 @@ class _Putter:
         return node.outputs[0]
 
     def constant(self, numbers: Sequence[int] | Sequence[list[int]], dtype: type = np.int64) -> ir.Value:
-        """Return an initializer of the ONNX graph with these integers; equal arrays share one initializer."""
         array: NDArray[Any] = np.array(numbers, dtype)
         name = f"kvexport.{array.dtype.name}.{'x'.join(map(str, array.shape))}.{'_'.join(map(str, array.ravel()))}"
         if name not in self.graph.initializers:

@@ -184,7 +184,6 @@ def expert_bytes(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> tuple[in
 
 
 def _parameter_bytes(model: Any, recipe: Recipe) -> dict[str, int]:
-    """Return the bytes of every parameter in an artifact; tied parameters count once."""
     formats, layouts = _packed_only(rounded_formats(model, recipe)), expert_layouts(model)
     sizes = {}
     for name, parameter in model.named_parameters():

@@ -61,7 +61,6 @@ class ColumnPacked:
         return (columns * numbers, rows) if self.layout == "awq" else (columns, rows * numbers)
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield the packed rows of the weight: blocks of outputs in order, with their scales and zero points."""
         n, k = self.shape
         bits = self.packing.bits
         step = max(8, _BLOCK_BYTES * 8 // (k * bits) // 8 * 8)
@@ -92,7 +91,6 @@ class ColumnPacked:
         return packed.reshape(len(outputs), -1)
 
     def order(self) -> NDArray[np.int64]:
-        """Return the permutation [inputs] that sorts the columns of the weight by group (GPTQ's act-order)."""
         assert self.g_idx is not None
         order = groups_in_order(self.g_idx, self.packing.group)
         assert order is not None
@@ -107,7 +105,6 @@ def _awq_numbers(words: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _zeros(entry: TensorEntry, bits: int, layout: Layout) -> NDArray[np.uint8]:
-    """Return the zero points [groups, outputs] of a GPTQ or AWQ weight."""
     words = whole(entry).view(np.uint8)
     if layout == "awq":
         return _awq_numbers(words)

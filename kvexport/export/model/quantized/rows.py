@@ -75,7 +75,6 @@ class RowPacked:
             yield block if zero is None else {**block, "zero": zero[block_rows]}
 
     def order(self) -> NDArray[np.int64]:
-        """Return the permutation [inputs] that sorts the columns of the weight by group (act-order)."""
         assert self.g_idx is not None
         order = groups_in_order(self.g_idx, self.packing.group)
         assert order is not None
@@ -83,7 +82,6 @@ class RowPacked:
 
 
 def _signed_zeros(entry: TensorEntry, n: int, bits: int) -> NDArray[np.int8]:
-    """Return the zero points [outputs, groups] of a compressed-tensors weight as int8."""
     stored = whole(entry)
     if entry.dtype == "I8":
         return stored

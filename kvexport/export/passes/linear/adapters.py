@@ -22,8 +22,6 @@ from kvexport.ops.linear import Form
 
 
 class Match(NamedTuple):
-    """The Linear node of a projection, the tensors of its LoRA adapters, and the Add node that adds their change."""
-
     linear: ir.Node
     data: ir.Value
     rows: ir.Value

@@ -19,8 +19,6 @@ from kvexport.ops.linear import Form
 
 
 class Match(NamedTuple):
-    """The nodes and the value of a bias: a Linear, the initializer that is added to its output, and the Add node."""
-
     linear: ir.Node
     bias: ir.Value
     add: ir.Node

@@ -24,8 +24,6 @@ from kvexport.export.passes.report import Rewrite
 
 
 class Match(NamedTuple):
-    """A Linear, a Reshape and a Transpose between a tensor [B, T, H D] and its attention heads [B, H, T, D]."""
-
     linear: ir.Node
     reshape: ir.Node
     transpose: ir.Node

@@ -20,8 +20,6 @@ from kvexport.export.passes.report import Rewrite
 
 
 class Match(NamedTuple):
-    """The matched nodes and values: an RMSNormalization with its two inputs, and the Linear node that reads it."""
-
     norm: ir.Node
     data: ir.Value
     scale: ir.Value

@@ -24,8 +24,6 @@ TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 
 
 class Match(NamedTuple):
-    """A MatMul and the Transpose of its second factor, both factors, and the packed weight if there is one."""
-
     transpose: ir.Node
     product: ir.Node
     data: ir.Value

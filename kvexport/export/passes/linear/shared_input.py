@@ -26,10 +26,7 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why Linear nodes that read the same input cannot become one node; "" if they can.
-
-    They cannot if their weights differ in type.
-    """
+    """Return why Linear nodes cannot become one: the types of their weights, if these differ; "" if they can."""
     types = list(dict.fromkeys(dtype_of(linear) for linear in match))
     return "" if len(types) == 1 else f"the weights of its input's products are {' and '.join(map(str, types))}"
 

@@ -23,8 +23,6 @@ BY_ELEMENT = ("Cos", "Sin", "Cast", "Mul")
 
 
 class Match(NamedTuple):
-    """The nodes and values of a rotary embedding in elementary nodes, which the graph pass replaces by one node."""
-
     heads: ir.Value
     swapped: ir.Node
     tables: tuple[ir.Value | None, ir.Value | None]  # c, s
@@ -112,7 +110,6 @@ def _not_of_one_half(table: ir.Value | None, heads: ir.Value) -> str:
 
 
 def _before_heads(table: ir.Value | None) -> ir.Value | None:
-    """Return the table [B, T, D] from which an Unsqueeze node makes a table [B, 1, T, D]; None without such a node."""
     apart = table.producer() if table is not None else None
     axes = apart.inputs[1] if apart is not None and is_op(apart, "Unsqueeze") else None
     if apart is None or axes is None or axes.const_value is None or axes.const_value.numpy().tolist() != [1]:

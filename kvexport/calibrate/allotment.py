@@ -50,7 +50,7 @@ def relative_cost(
     slots: int,
     least: int,
 ) -> float:
-    """Return the estimated eviction cost of the budgets `allotted`, relative to that of equal budgets of `slots`."""
+    """Return the estimated eviction cost of the budgets `allotted`, divided by the cost if each has `slots` slots."""
     curve = curves_of(cost, budgets, least, most)
     at = np.clip(allotted, least, most) - least
     return float(curve[np.arange(len(at)), at].sum() / max(curve[:, slots - least].sum(), NOTHING))
@@ -62,10 +62,10 @@ def curves_of(
     least: int,
     most: int | NDArray[np.int64],
 ) -> NDArray[np.float64]:
-    """Return the eviction cost [n, slots] of every number of slots from `least` to the largest `most`.
+    """Return the eviction cost [n, slots] of n KV heads or layers with each number of slots from `least` on.
 
     Between the measured budgets the logarithm of the cost is interpolated linearly in the logarithm of the slots;
-    beyond them it is extrapolated. From `most` slots on the cost is 0.
+    beyond them it is extrapolated. A head or layer that has its `most` slots, or more, evicts nothing: the cost is 0.
     """
     slots = np.arange(least, np.max(most) + 1)
     x = np.broadcast_to(np.log(budgets), cost.shape)
@@ -82,7 +82,10 @@ def curves_of(
 def cheapest(
     curve: NDArray[np.float64], slots: int, least: int, most: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
-    """Return the cache budgets in slots, [n], with a mean of `slots` whose sum of eviction costs is least."""
+    """Return the cache budgets [n] of n KV heads or layers, in slots, whose sum of eviction costs is least.
+
+    The mean of the budgets is `slots`.
+    """
     counts, total = least + np.arange(curve.shape[1]), slots * len(curve)
     most = np.full(len(curve), counts[-1]) if most is None else most
     low, high = -40.0, 10.0

@@ -32,7 +32,7 @@ def compressed_attention(
     chunk: int,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention output [1, Hq, T, Dv] of a layer whose KV cache merges after every chunk."""
+    """Return a layer's attention output [1, Hq, T, Dv] over a text, with a KV cache that merges after each chunk."""
     import torch
 
     parts, dtypes = [], cache.dtypes()

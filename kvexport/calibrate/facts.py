@@ -33,7 +33,7 @@ THINGS = [
 
 
 def text_language(checkpoint: Path, text: str | None) -> Language:
-    """Return the wording of calibration texts from `text`, or from library source code that no evaluation uses."""
+    """Return the wording of calibration texts; filler lines are from `text`, or code that no evaluation uses."""
     if not (checkpoint / FILE_NAME).exists():
         raise UsageError(f"{checkpoint} has no {FILE_NAME}, without which no text can be read", "put it there")
     tokenizer = Tokenizer.from_folder(checkpoint)

@@ -51,7 +51,7 @@ def divergence(recipe: Recipe, shape: ModelShape, ids: Ids, slots: int) -> Diver
 
 
 class CompressedAttention:
-    """Attention over the KV caches of a cache plan, which merge after every chunk."""
+    """Attention over KV caches that merge after every chunk of a text, as a cache plan says."""
 
     def __init__(self, plan: CachePlan, geometry: Sequence[LayerGeometry], method: Method, chunk: int) -> None:
         self.plan, self.geometry, self.method, self.chunk = plan, geometry, method, chunk

@@ -37,8 +37,6 @@ FORWARD, BACKWARD = 1, 4  # progress steps of a layer's forward and backward pas
 
 
 class HeadCosts:
-    """The costs of evictions in one model under one compression method."""
-
     def __init__(self, recipe: Recipe, shape: ModelShape) -> None:
         if len(heads := {layer.kv_heads for layer in shape.geometry}) > 1:
             problem = f"layers have different numbers of KV heads ({', '.join(map(str, sorted(heads)))})"

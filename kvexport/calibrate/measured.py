@@ -51,7 +51,7 @@ class Measured:
 
 
 def budgets_of(length: int, least: float) -> list[int]:
-    """Return the cache budgets to measure on a text, in slots: from 1/32 to 1/2 of the text, in equal ratios."""
+    """Return the cache budgets to measure on a text, in slots, from 1/32 to 1/2 of its tokens in a geometric series."""
     low, high = max(length / 32, least), length / 2
     if high < 2 * low:
         raise UsageError(
@@ -120,7 +120,7 @@ def measure(
 
 
 def texts_of_build(shape: ModelShape) -> int:
-    """Return how many texts a build calibrates on; the number depends only on the model, so that builds agree."""
+    """Return how many texts a build calibrates on, which depends only on the model, so that equal builds agree."""
     return max(FEWEST, round(PARAMETERS / _parameters(shape)))
 
 
@@ -129,7 +129,6 @@ def _parameters(shape: ModelShape) -> int:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in words, such as "40 s" or "12 min"."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 

@@ -111,7 +111,6 @@ def build_artifact(
     calibrate: bool | None = None,
     device: Device | None = None,
 ) -> Path:
-    """Build an artifact (an exported model with ONNX graphs and weights) and return its folder."""
     from kvexport.terminal import show
 
     of_device = device_settings(backend, device.value) if device else []

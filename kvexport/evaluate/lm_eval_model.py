@@ -86,7 +86,7 @@ class KvexportLM(LM):  # type: ignore[misc]
     def _pair(self, context: str, continuation: str) -> Sample:
         """Return a sample with the token ids of a context and its continuation.
 
-        Spaces at the end of the context belong to the first token of the continuation.
+        Spaces at the end of the context are moved to the beginning of the continuation before the text is encoded.
         """
         spaces = len(context) - len(context.rstrip())
         if spaces:

@@ -119,7 +119,6 @@ def _read_unmerged(lanes: Lanes, *tokens: Ids) -> None:
 
 
 def _appended(lanes: Lanes, tokens: Sequence[Ids]) -> NDArray[np.float32]:
-    """Append tokens to each lane in one model call, and return the logits [lanes, vocabulary] after the last tokens."""
     lengths = np.array([[len(ids)] for ids in tokens], dtype=np.int64)
     ids = np.zeros((len(tokens), max(int(lengths.max()), 1)), dtype=np.int64)
     for row, lane_ids in zip(ids, tokens, strict=True):

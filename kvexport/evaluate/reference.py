@@ -73,7 +73,7 @@ def require_space(folder: Path, needed: int) -> None:
 
 @dataclass(frozen=True)
 class Reference:
-    """The full KV cache's log-probabilities at the evaluated positions of a task's samples, in a mapped file."""
+    """The full KV cache's log-probabilities at the evaluated positions of a task's samples, in a memory-mapped file."""
 
     steps: NDArray[np.uint16]
     starts: tuple[int, ...]  # first row of every sample

@@ -241,7 +241,7 @@ class Run:
         return folder / f"{_file_name(_name(setting))}-{key[:16]}.json", key
 
     def _identity(self, recipe: Recipe) -> list[Any]:
-        """Return the values on which predictions of an engine depend; a checkpoint counts by its content."""
+        """Return what an engine's predictions depend on, as plain values; a checkpoint counts by its content."""
         fields = recipe.model_dump(mode="json", exclude={"description": True, "model": {"path"}})
         return [__version__, CONTRACT_VERSION, self._fingerprint, fields]
 
@@ -276,7 +276,6 @@ class Run:
             return run_long(engine, ids, counted, self.training_length)
 
     def _engine(self, name: str, recipe: Recipe) -> Engine:
-        """Build an artifact of the recipe over the weights that all artifacts share, and load it as an engine."""
         from kvexport.export.build import build, share_weights
 
         model = recipe.model.model_dump_json()

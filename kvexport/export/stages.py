@@ -171,7 +171,6 @@ def describe(
     traced: Traced,
     vision: Vision | str = "",
 ) -> Manifest:
-    """Return the manifest of an artifact; `name` is the name that the user gave the artifact."""
     own = ("onnx", "onnxscript", "torch", "transformers", "numpy")
     of_backends = (package.name for backend in backends.all_backends() for package in backend.packages)
     return Manifest(

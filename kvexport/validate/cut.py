@@ -25,9 +25,9 @@ STATE_INPUT = "past_key_values."
 def layer_borders(graph: onnx.GraphProto) -> dict[int, str]:
     """Return, for layers 1, 2, ..., the name of the only tensor of the ONNX graph that leads into the layer.
 
-    At a border, all later nodes depend on the tokens through this one tensor (and through state tensors). The border of
-    a layer is the last one before its attention. In decoders with residuals the tensor is the residual stream. Layers
-    without such a tensor have no border.
+    All later nodes depend on the tokens only through this tensor and state tensors. Of several such tensors it is the
+    last one before the layer's attention; in decoders with residuals it is the residual stream. A layer without such a
+    tensor has no border.
     """
     last_use = {name: i for i, node in enumerate(graph.node) for name in node.input}
     hidden: set[str] = set()  # tensors that depend on the values of the tokens, not only on their number

@@ -54,7 +54,7 @@ class Merge(NamedTuple):
 
 
 class Parting(NamedTuple):
-    """A call in which the engine's run and PyTorch's select different entries of a lane's KV cache to evict."""
+    """A call in which the engine and PyTorch select different entries of a lane's KV cache to evict."""
 
     lane: int
     own: list[Merge]  # engine's merges of the lane in this call

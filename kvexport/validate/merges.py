@@ -45,8 +45,6 @@ MOST_EXAMINED = 24  # most KV heads that a run merges again in float64; a wrong 
 
 @dataclass(frozen=True)
 class Flip:
-    """A KV head in which the engine's merge selected other KV-cache entries than PyTorch's merge."""
-
     layer: int  # number of the cache
     lane: int  # row of the batch
     head: int  # KV head

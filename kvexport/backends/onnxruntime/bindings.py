@@ -60,7 +60,7 @@ def bind(binding: Any, name: str | None, present: str | None, array: Array, lane
 
 
 class SmallTensors:
-    """The small inputs or outputs of an ONNX Runtime call, such as token ids, which the host writes or reads.
+    """The small inputs or outputs of an ONNX Runtime session, such as token ids, which the host writes or reads.
 
     On a GPU they share one allocation, so that one copy moves all of them. On the CPU they are bound directly.
     """

@@ -172,7 +172,6 @@ def drive(name: str, *arguments: Any) -> None:
 
 
 def driver() -> Any:
-    """Return NVIDIA's driver library (libcuda), loaded; raise EnvironmentProblem if there is none."""
     try:
         return ctypes.CDLL(DRIVER)
     except OSError as error:

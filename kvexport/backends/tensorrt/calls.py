@@ -113,7 +113,7 @@ class Phase:
         past_length: NDArray[np.int64],
         first: int,
     ) -> None:
-        """Enqueue a decoder call for n batch lanes; wait for the call's end before `inputs` is written again.
+        """Enqueue a decoder call for n batch lanes; the caller waits for its end before it writes `inputs` again.
 
         If `input_ids` is another `Phase`, the call's tokens are those of the largest logits of that phase's last call.
         """

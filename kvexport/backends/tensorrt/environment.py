@@ -36,7 +36,6 @@ class Gpu:
 
 
 def dotted(numbers: tuple[int, ...]) -> str:
-    """Return a version as text from its numbers: (9, 0) becomes "9.0"."""
     return ".".join(map(str, numbers))
 
 

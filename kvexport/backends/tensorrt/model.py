@@ -83,7 +83,7 @@ class TensorRTState(ModelState):
     def bind_lanes(
         self, context: Any, names: list[tuple[str, str]], first: int, count: int, *, width: int, kind: str
     ) -> tuple[list[Copy], list[Copy]]:
-        """Bind the state tensors of some batch lanes to a TensorRT execution context; return the copies it needs.
+        """Bind the state tensors of some batch lanes to a TensorRT execution context; return the copies to make.
 
         The copies, before and after the engine's run, are for lanes whose address is not aligned, and for tensors that
         the run must not overwrite.

@@ -56,7 +56,6 @@ class Section(RecipeSection):
 
 
 def on_gpu(values: Mapping[str, Any]) -> bool:
-    """Return True, because TensorRT runs only on GPUs."""
     return True
 
 

@@ -139,8 +139,8 @@ def _put_weights(graph: ir.Graph, locations: Mapping[str, Location], renamed: Ma
 def open_slots(decoder: onnx.ModelProto, plan: CachePlan) -> None:
     """Make the number of KV-cache slots a free dimension of the decoder, so that caches of any size can use one graph.
 
-    This is possible because all KV heads of a layer have one capacity: only the shapes of inputs and outputs then
-    contain the number of slots.
+    All KV heads of each layer must have the same capacity: then only the shapes of inputs and outputs contain the
+    number of slots.
     """
     axes = {
         name: x.slot_axis

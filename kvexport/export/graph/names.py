@@ -56,7 +56,6 @@ def _name_outputs(node: ir.Node, modules: list[str], kept: Container[ir.Value], 
 
 
 def _modules(node: ir.Node) -> list[str]:
-    """Return the names of the modules whose weights an ONNX node reads, each once, without a Linear node's norm."""
     norm = node.inputs[1] if is_linear(node) and form_of(node).norm else None
     names = [str(value.name) for value in node.inputs if value is not None and value is not norm]
     return list(dict.fromkeys(match["module"] for name in names if (match := _WEIGHT.fullmatch(name))))

@@ -99,7 +99,6 @@ def _find_layers(graph: ir.Graph, prefix: str, plan: CachePlan) -> dict[int, _La
 
 
 def _renamed(name: str, i: int, j: int, prefix: str) -> str | None:
-    """Return a value's name with layer number j in place of i; None if the name has no layer number."""
     for start in (prefix, "past_key_values.", "present."):
         if name.startswith(f"{start}{i}."):
             return f"{start}{j}." + name.removeprefix(f"{start}{i}.")

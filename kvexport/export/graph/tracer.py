@@ -339,7 +339,7 @@ def _operator(
     attributes: Sequence[str] | Mapping[str, str],
     optional: Sequence[str] = (),
 ) -> Any:
-    """Return the translation of a PyTorch placeholder to an ONNX node; each input and output may have any type."""
+    """Return the ONNX operator that a PyTorch placeholder becomes; each input and output may have any type."""
     types = {"int": OpSchema.AttrType.INT, "float": OpSchema.AttrType.FLOAT, "str": OpSchema.AttrType.STRING}
     typed = attributes if isinstance(attributes, Mapping) else dict.fromkeys(attributes, "int")
     kinds = ["tensor(float)", "tensor(float16)", "tensor(int32)", "tensor(int64)"]

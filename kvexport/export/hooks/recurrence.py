@@ -106,7 +106,7 @@ class RecurrentCache(PassThroughCache):
         self._place = layer_idx, _name("recurrent_state", state_idx)
 
     def real(self, tokens: int) -> Tensor | None:
-        """Return a mask [B, T] bool of a call's tokens, False for padding; None if no token is padding."""
+        """Return a mask [B, T] bool of the tokens of a decoder call, False for padding; None if no token is padding."""
         if self.query_length is None:
             return None
         return torch.arange(tokens, device=self.query_length.device) < self.query_length

@@ -213,8 +213,6 @@ class _Cursor:
 
 @dataclass(frozen=True)
 class GgufWeight:
-    """A weight matrix [outputs, inputs] in a GGUF file."""
-
     entry: TensorEntry  # place and type of the tensor
     # The number of heads whose rows llama.cpp stores as rotary pairs (2i, 2i + 1), or 0. `blocks` yields the rows in
     # the order of transformers: (i, i + half).

@@ -39,9 +39,9 @@ class Source(Protocol):
     def blocks(self) -> Iterator[dict[str, Array]]:
         """Yield all rows of the weight, block by block.
 
-        A block of a packed weight has the tensors of `PackedFormat.tensors` without table and order. They are as stored
-        (`kvexport.ops.packed.pack`), but `zero` [rows, groups] has one number in each element. A block of a float
-        weight has `weight` [rows, inputs] float32.
+        A block of a float weight has the tensor `weight` [rows, inputs] float32. A block of a packed weight has the
+        tensors of `PackedFormat.tensors` without table and order, in the layout of `kvexport.ops.packed.pack`. Only
+        `zero` [rows, groups] has one number in each element.
         """
         ...
 

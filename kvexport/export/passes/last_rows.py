@@ -97,7 +97,10 @@ def _movable(match: Match) -> dict[ir.Node, list[ir.Value]]:
 
 
 def _sources(moved: dict[ir.Node, list[ir.Value]]) -> list[ir.Value]:
-    """Return the values that nodes of `moved` read row by row and that no node of `moved` computes, each once."""
+    """Return the values at which the last token's row is to be picked, each once.
+
+    Nodes of `moved` read these values row by row, and no node of `moved` computes them.
+    """
     return list(dict.fromkeys(x for inputs in moved.values() for x in inputs if x.producer() not in moved))
 
 

@@ -48,7 +48,7 @@ def show(shape: Sequence[int | str | None]) -> str:
 
 
 def replace(nodes: Sequence[ir.Node], new: ir.Node, outputs: Sequence[ir.Value] | None = None) -> None:
-    """Replace `nodes` of a graph by the node `new`, which is inserted after the last of them and takes its name.
+    """Replace `nodes` of a graph by the node `new`, which takes the place and the name of the last of them.
 
     The outputs of `new` replace `outputs` (None: the outputs of the last node). Replaced nodes are removed if no other
     node reads their outputs.

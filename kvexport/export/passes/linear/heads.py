@@ -1,6 +1,6 @@
 """The graph passes that make a Linear node split its output into heads, or read an input that is split into heads.
 
-    p = Linear(x, w, ...)                       [B, T, H D], read by nothing else
+    p = Linear(x, w, ...)                       [B, T, H D] of H heads of size D, read by nothing else
     h = Reshape(p, ...)                         [B, T, H, D]
     y = Transpose<perm = [0, 2, 1, 3]>(h)       [B, H, T, D]
 =>  y = Linear(x, w, ...)                       output_heads = [H]
@@ -30,9 +30,9 @@ class Match(NamedTuple):
 
 
 def _wrong_shapes(flat: ir.Value, apart: ir.Value) -> str:
-    """Return why a Reshape does not split or join attention heads; "" if it does.
+    """Return why a Reshape does not split or join H attention heads of size D; "" if it does.
 
-    It does if `flat` is [B, T, H D] and `apart` is [B, T, H, D], with a known number H of heads.
+    It does if the shape of `flat` is [B, T, H D] and that of `apart` is [B, T, H, D], with a known number H.
     """
     one, other = dims(flat), dims(apart)
     known = len(one) == 3 and len(other) == 4 and None not in (*one, *other)

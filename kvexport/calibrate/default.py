@@ -42,7 +42,7 @@ def with_measured_budgets(
 
 
 def _has_a_choice(loaded: LoadedRecipe) -> bool:
-    """Return whether the cache evicts entries, and the recipe leaves open how KV heads share the budget."""
+    """Return whether the cache evicts entries, and the recipe does not say how KV heads share the budget."""
     cache, limits = loaded.recipe.cache, loaded.recipe.limits
     own = any(place != "default" for key, place in loaded.origin.items() if key.startswith("cache.allocation"))
     evicts = cache.build_method().compresses and loaded.recipe.budget < limits.max_length

@@ -1,11 +1,11 @@
 """The engine's independent run over the validation sequences, on its own state as in production.
 
-The engine's logits have to stay near those of PyTorch's run. If two selections of entries to evict are equal except for
-rounding, the two runs may evict different entries and differ from then on, although neither is wrong. The engine's run
-then *parts* from PyTorch's run in that lane. A parting has to be explained: right before the merge both states agree,
-and from the engine's state PyTorch makes the same merge as the engine, or float64 with float32's rounding errors does.
-PyTorch's run then takes over the engine's state of the KV caches in which the two selections differ, so that later
-logits are comparable again. Without such an explanation the logits of the lane are no longer compared.
+The engine's logits have to stay near those of PyTorch's run. If two selections of entries to evict are equally good
+except for rounding, the two runs may evict different entries and differ from then on, although neither is wrong. The
+engine's run then *parts* from PyTorch's run in that lane. A parting has to be explained: both states agree right before
+the merge, and PyTorch makes the engine's merge from the engine's state, in float32 or in float64 with float32's
+rounding errors. PyTorch's run then takes over the engine's state of the KV caches in which the two selections differ,
+so that later logits are comparable again. Without an explanation the logits of the lane are no longer compared.
 
 Positions and votes (the number of tokens that a slot stands for) do not show every difference of selections. For
 example, if two slots already have the most votes that the method allows, an entry that merges into either of them

@@ -1,15 +1,15 @@
 """Checks that an engine's merge of KV caches equals PyTorch's, or that float32 rounding explains the difference.
 
 A merge selects the entries to evict and their merge targets (the kept entries that take them in). If two selections are
-equal except for rounding, another order of summation may pick the other one, and the whole KV head then differs
+equally good except for rounding, another order of summation may pick the other one, and the whole KV head then differs
 although nothing is wrong. Each differing head is therefore merged again in float64: once exactly, and then several
 times with random errors of the size of float32's rounding. The engine's result has to equal one of these random merges.
 
-In some heads many slots have the same cost except for rounding, for example in a head that evicts almost nothing, where
+In some heads evictions of many slots cost the same except for rounding, as in a head that evicts almost nothing, where
 equal tokens have equal values. No two random merges agree there, and none would equal the engine's. The engine's result
 must then be no farther from PyTorch's merge in float32, or from the nearest random merge, than the random merges are
 from one another. It must also have the same rows, except for as many as another selection changes. PyTorch's own merge
-in float32 may be farther from all random merges than these are from one another: numbers that differ in float64 are
+in float32 may be farther from all random merges than these are from one another: costs that differ in float64 may be
 equal in float32, and the order of slots then decides.
 """
 

@@ -133,7 +133,7 @@ class Sessions:
 
     @property
     def finds_tokens(self) -> bool:
-        """Whether the ONNX graph of the largest logits also returns the token of the largest logit, on the device."""
+        """Whether top_logits.onnx, the graph of the largest logits, also returns each row's token of the largest."""
         return TOP_LOGITS in self._open and any(node.name == "token" for node in self.finder.get_outputs())
 
     def run(self, name: str, binding: Any, graph: int | None, *, wait: bool = True) -> None:

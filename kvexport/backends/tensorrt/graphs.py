@@ -1,9 +1,9 @@
 """The conversion of an artifact's ONNX graphs for TensorRT's parser.
 
-The parser tells ONNX functions apart only by name, so the first of several overloads would replace the others. It also
-fixes every shape before it knows a value. The conversion therefore removes the functions of nodes that a plugin runs,
-and inlines all other functions. Linear nodes are inlined, because TensorRT itself fuses a matrix product with the
-dequantization of its weight and with neighbouring nodes.
+The parser tells ONNX functions apart only by name, so the first of several overloads would replace the others. The
+parser also fixes every tensor's shape before it knows any tensor's values. The conversion therefore removes the
+functions of nodes that a plugin runs, and inlines all other functions. Linear nodes are inlined, because TensorRT
+itself fuses a matrix product with the dequantization of its weight and with neighbouring nodes.
 """
 
 from __future__ import annotations

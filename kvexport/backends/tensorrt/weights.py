@@ -77,9 +77,9 @@ def _values(tensor: onnx.TensorProto, folder: Path) -> NDArray[Any]:
 def with_typed_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     """Change every DequantizeLinear node of `model` to return the final type directly, and return `model`.
 
-    The CastLike node after the former float32 result is removed. float16 scales leave the values as they were, because
-    the product of a number of 4 bits and a float16 with 11 bits is exact in float32. float16 scales of a float32 weight
-    are cast, because TensorRT wants scales of the result's type.
+    The node computed in float32, and a CastLike node after it, which is removed, changed the type. With float16 scales
+    the values stay the same, because the product of a number of 4 bits and a float16 with 11 bits is exact in float32.
+    float16 scales of a float32 weight are cast, because TensorRT wants scales of the result's type.
     """
     import onnx
 

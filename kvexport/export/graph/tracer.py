@@ -302,7 +302,7 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers: Seq
 
 
 def _reason(error: Exception) -> str:
-    """Return why a trace failed: the first line of the message of the innermost error in the chain of causes."""
+    """Return why a trace failed: the first line of the message of the error that caused all others."""
     first: BaseException = error
     while first.__cause__ is not None:
         first = first.__cause__

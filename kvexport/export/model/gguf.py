@@ -60,7 +60,7 @@ class Gguf:
 
 
 def read_gguf(file: Path) -> Gguf:
-    """Read the header of a GGUF file; if the model is in several files, the headers of all, given any one of them."""
+    """Read the header of a GGUF file; of a model in several files, given any one of them, read the headers of all."""
     one = _read_file(file)
     count = one.metadata.get("split.count", 1)
     if count == 1:

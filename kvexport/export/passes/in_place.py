@@ -75,10 +75,9 @@ def check_in_place(model: onnx.ModelProto) -> None:
 
 
 def _reads_safely(writer: onnx.NodeProto, names: set[str]) -> bool:
-    """Return whether the node that overwrites a cache state tensor reads that tensor safely.
+    """Return whether the node that overwrites a cache state tensor reads each element before it overwrites the element.
 
-    It does if it reads each element before it overwrites the element. A scatter node must not read its indices or its
-    updates from the state tensor.
+    A scatter node must not read its indices or its updates from the state tensor.
     """
     rest = writer.input[1:] if writer.op_type.startswith("Scatter") else []
     return writer.op_type in SAFE_WRITERS and names.isdisjoint(rest)

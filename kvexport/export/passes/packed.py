@@ -8,12 +8,14 @@ cast to the type of w. If the columns of w are stored in another order, products
 A Gather of the rows of w (an embedding) becomes nodes that dequantize only those rows:
 
     y = Gather<axis = 0>(w, ids)  =>  r = Gather<axis = 0>(rows, ids), scale, zero, minimum and so on likewise;
-                                      bits set apart, cast to float32, (r - zero) * scale + minimum
+                                      numbers unpacked, cast to float32, (r - zero) * scale + minimum
 
 `rows` has the same bytes as w. A weight of four bits is uint8 [N, K / 2] there, because Gather supports no 4-bit types.
 ONNX Runtime's CUDA provider has no kernels of operators on bits, so for it the Gather becomes
 
     y = com.microsoft.GatherBlockQuantized<bits, block_size = g>(rows, ids, scale, zero?)    and + minimum
+
+with g the number of inputs that share a scale.
 """
 
 from __future__ import annotations

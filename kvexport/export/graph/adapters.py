@@ -79,7 +79,7 @@ def projection_sizes(
 
 
 def _projection(node: ir.Node, rows: tuple[int | str, ...]) -> str:
-    """Return the name of the projection that an ONNX node computes, such as "q_proj"; "" if it computes none."""
+    """Return the name of the projection that an ONNX node computes, such as "layers.0.mlp.up_proj"; "" if none."""
     if not is_op(node, "MatMul") or known_shape(node.inputs[0])[:-1] != rows:
         return ""
     transpose = node.inputs[1].producer() if node.inputs[1] is not None else None

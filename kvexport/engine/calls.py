@@ -62,7 +62,7 @@ class ModelCalls:
         read = [(i, request) for i, request in enumerate(requests) if request.state is DECODING]
         for i, request in read:
             self._forks.read(request, rows, i)
-        return [self.choose(request, rows, i) for i, request in read]
+        return [self.choose(request, rows, i, decoded=False) for i, request in read]
 
     def decode(self, requests: Sequence[Request], drafter: Drafter | None, *, steady: bool = False) -> list[Request]:
         """Decode the next token of each request in one model call, and return the requests that got tokens.
@@ -160,7 +160,7 @@ class ModelCalls:
             timing.steps += 1
         return list(requests)
 
-    def choose(self, request: Request, rows: Rows, index: int) -> Request:
+    def choose(self, request: Request, rows: Rows, index: int, *, decoded: bool = True) -> Request:
         timing = request.timing
         try:
             top = rows.top_logits(index)
@@ -183,6 +183,7 @@ class ModelCalls:
             request.finish("error", error)
         else:
             timing.generated_tokens += 1
+            timing.decoded_tokens += decoded
             request.take(token, self._max_length)
         return request
 

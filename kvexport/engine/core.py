@@ -328,7 +328,7 @@ class EngineCore:
                 request.parked = None
             elif request.fork_of is not None:
                 rows = self._forks.begin(request, request.fork_of)
-                advanced.append(self._calls.choose(request, rows, 0))
+                advanced.append(self._calls.choose(request, rows, 0, decoded=False))
             elif request.start is not None and request.start.length:
                 self._pool.begin(request.lane, request.start.saved)
             else:

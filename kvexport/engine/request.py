@@ -55,7 +55,9 @@ class Timing:
         prefill_seconds: Seconds of the model calls that read the prompts, merges included. A call may also read prompts
             of other callers.
         decode_seconds: Seconds of the decode calls, merges included.
-        steps: Decode steps.
+        steps: Decode steps. A step gives a token to each sequence that decodes.
+        decoded_tokens: Tokens from decode steps: all generated tokens except the first of each answer, which comes from
+            the prompt's last row of logits.
         drafted_tokens: Tokens that were drafted (guessed).
         accepted_tokens: Drafted tokens that were accepted. A decode step gives a sequence one token and its accepted
             tokens.
@@ -72,17 +74,13 @@ class Timing:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     steps: int = 0
+    decoded_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     whole_rows: int | None = None
     cache_tokens: int = 0
     cache_slots: int = 0
     over_budget: int = 0
-
-    @property
-    def decoded_tokens(self) -> int:
-        """Decode steps plus accepted drafted tokens: for one sequence, all generated tokens except the first."""
-        return self.steps + self.accepted_tokens
 
     @property
     def compression(self) -> str:

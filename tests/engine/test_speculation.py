@@ -90,6 +90,7 @@ def test_every_number_of_drafted_tokens_is_accepted_at_times(engine: Engine) -> 
     assert [[token.id for token in answer] for answer in answers] == [answer.token_ids for answer in plain]
     timing = engine.timing
     assert timing.generated_tokens == 600 and timing.steps < 150
+    assert timing.decoded_tokens == 600 - len(plain), "prompts give the first tokens"
     assert 0 < timing.accepted_tokens < timing.drafted_tokens
     assert {b - a for each in lengths for a, b in itertools.pairwise(each)} == {1, 2, 3, 4, 5, 6}
 

@@ -203,10 +203,8 @@ def _encode(
         parts = [*({"type": "image", "image": file} for file in images), {"type": "text", "text": prompt}]
         message = {"role": "user", "content": parts if images else prompt}
         ids, encoded = engine.encode_chat_with_images([*messages, message])
-    elif images:
-        ids, encoded = engine.encode_with_images(prompt, images)
     else:
-        ids, encoded = engine.encode(prompt), None
+        ids, encoded = engine.encode_with_images(prompt, images)
     return [int(i) for i in ids], encoded
 
 
@@ -235,9 +233,7 @@ def print_stream(
         stream = engine.stream_encoded([(ids, images)], settings, adapter, on_prefill=advance)
         token = next(stream)
     while True:
-        completion.token_ids.append(token.id)
-        completion.text += token.text
-        completion.finish_reason = token.finish_reason
+        completion.append(token)
         if not quiet:
             print(
                 token.text if engine.tokenizer else f"{token.id} ", end="\n" if token.finish_reason else "", flush=True

@@ -132,12 +132,14 @@ class Engine(EngineCore):
                 f"images are not given for each of {len(batch)} prompts", "images=[[IMAGE, ...], ...], a list for each"
             )
         pairs = zip(batch, lists, strict=True)
-        return [self.encode_with_images(p, one) if one else (self.encode(p), None) for p, one in pairs]
+        return [self.encode_with_images(p, one) for p, one in pairs]
 
     def encode_with_images(
         self, prompt: Prompt, images: Sequence[ImageInput], *, add_special_tokens: bool = True
-    ) -> tuple[NDArray[np.int64], PromptImages]:
+    ) -> tuple[NDArray[np.int64], PromptImages | None]:
         """Return the token ids of a prompt with images, [n] int64, and the encoded images, for `Request.images`.
+
+        The encoded images of a prompt without images are None.
 
         Args:
             prompt: Text, or token ids that have a placeholder for each vector that the image encoder makes of the
@@ -149,14 +151,15 @@ class Engine(EngineCore):
             UsageError: The artifact reads no images, or an image cannot be read.
             EnvironmentProblem: Pillow is not installed.
         """
-        spec = self.manifest.images
-        if spec is None:
-            reason = self.manifest.no_images or "its model reads text alone"
-            raise UsageError(f"the artifact reads no images: {reason}", "leave out the images")
-        encoded, texts = encode_images(images, spec, cast(ImageEncoder, self.model).encode_tile)
+        spec, encoded = self.manifest.images, None
+        if images:
+            if spec is None:
+                reason = self.manifest.no_images or "its model reads text alone"
+                raise UsageError(f"the artifact reads no images: {reason}", "leave out the images")
+            encoded, texts = encode_images(images, spec, cast(ImageEncoder, self.model).encode_tile)
+            prompt = with_images(prompt, texts, spec) if isinstance(prompt, str) else prompt
         if isinstance(prompt, str) and self.tokenizer is not None:
-            text = with_images(prompt, texts, spec)
-            prompt = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            prompt = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         return self.encode(prompt), encoded
 
     def generate(

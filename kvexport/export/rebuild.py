@@ -47,6 +47,11 @@ def rebuild(
             "its graphs as they are",
             f"--from DIR --backend {' or '.join(others)}",
         )
+    if manifest.images and not backend.runs_images:
+        raise UsageError(
+            f"{source} reads images, and {backend.name} runs no image encoder",
+            f"{manifest.build_command('export.images=false')}, and --from with this artifact",
+        )
     if importlib.util.find_spec("onnx") is None:
         raise EnvironmentProblem("build --from needs onnx, which is not installed", "pip install onnx")
     prepare = backend.preparation(recipe)

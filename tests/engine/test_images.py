@@ -18,6 +18,7 @@ from kvexport.engine.options import EngineOptions
 from kvexport.engine.request import Request
 from kvexport.errors import ArtifactError, UsageError
 from kvexport.export.build import build
+from kvexport.export.rebuild import rebuild
 from tests.export.test_vision import logits_with_images
 from tests.support import models, vision
 from tests.support.command_line import run
@@ -122,6 +123,17 @@ def test_images_that_do_not_fit_a_prompt_are_refused(prompt: Any, images: Any, p
     with pytest.raises(UsageError, match=problem):
         engine.generate(prompt, images=images, max_new_tokens=1)
     assert not engine.pending()
+
+
+def test_a_prompt_may_have_no_image(engine: Engine) -> None:
+    ids, images = engine.encode_with_images("abc", [])
+    assert images is None and ids.tolist() == engine.encode("abc").tolist()
+
+
+def test_a_backend_without_image_encoders_takes_no_artifact_that_reads_images(engine: Engine, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="reads images, and tensorrt runs no image encoder") as refusal:
+        rebuild(engine.path, tmp_path / "out", ["backend.name=tensorrt"])
+    assert "--set export.images=false" in refusal.value.fix and not (tmp_path / "out").exists()
 
 
 def test_chat_and_command_line(engine: Engine, tmp_path: Path) -> None:

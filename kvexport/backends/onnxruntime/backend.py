@@ -204,17 +204,19 @@ def _require_room(path: Path, manifest: Manifest) -> None:
     from kvexport.plan.planner import state_bytes
     from kvexport.units import format_bytes
 
-    own = f"kvexport build --recipe NAME --device cuda --set {{}} --out {path}"
     if manifest.recipe.model.dtype == "float32":
-        build = own.format("model.dtype=float16")
+        build = manifest.build_command("backend.device=cuda", "model.dtype=float16")
         log.warning("%s has float32 weights, which a GPU reads in twice the time of float16: %s", path, build)
     needed = manifest.bytes + state_bytes(manifest.recipe, manifest.cache)
     free, total = devices.gpu_memory()
     if needed > free:
+        fix = "fewer programs on this GPU (nvidia-smi)"
+        if not manifest.model.packed:
+            fix = f"{manifest.build_command('backend.device=cuda', 'weights.bits=4')}, or {fix}"
         raise EnvironmentProblem(
             f"the weights and the cache of one sequence take {format_bytes(needed)}, and "
             f"{format_bytes(free)} of the GPU's {format_bytes(total)} are free",
-            f"{own.format('weights.bits=4')}, or fewer programs on this GPU (nvidia-smi)",
+            fix,
         )
 
 

@@ -9,6 +9,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvexport.artifact.digests import write_manifest
-from kvexport.backends.onnxruntime import devices, model, model_sessions, streams
+from kvexport.artifact.reading import load_manifest
+from kvexport.backends.onnxruntime import backend, devices, model, model_sessions, streams
 from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.onnxruntime.device_array import DeviceArray
 from kvexport.backends.onnxruntime.model import LoadedModel
@@ -314,9 +316,14 @@ def test_a_gpu_without_room_and_float32_weights_are_named_before_anything_is_loa
     monkeypatch.setattr(devices, "drive", drive)
     with pytest.raises(EnvironmentProblem, match=r"take 151 kB, and 1 kB of the GPU's 25.8 GB are free") as caught:
         load(cuda_artifact)
-    assert "--set weights.bits=4" in caught.value.fix and calls == ["cuMemGetInfo_v2"]
+    assert "--set weights.bits=4 --out ARTIFACT, or fewer" in caught.value.fix and calls == ["cuMemGetInfo_v2"]
     warning = capsys.readouterr().err
     assert "float32 weights" in warning and "--set model.dtype=float16" in warning
+    manifest = load_manifest(cuda_artifact)
+    packed = replace(manifest, model=replace(manifest.model, packed={"int4": 1}))
+    with pytest.raises(EnvironmentProblem) as caught:
+        backend._require_room(cuda_artifact, packed)
+    assert caught.value.fix == "fewer programs on this GPU (nvidia-smi)"
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,10 @@ def test_gpu_checks_comparison_passes_engines_that_agree_and_no_others(tiny_arti
     assert check.largest_difference(engine, Changed(reference, 1.1), sequences, (90, 41, 30)) > 0.05
     with pytest.raises(AssertionError, match="a logit is not finite"):
         check.largest_difference(Changed(engine, np.nan), reference, sequences)
+    check.require_graphs(engine.model)
+    engine.model.without_graphs("merge", "no capture")
+    with pytest.raises(AssertionError, match="no CUDA graph of merge: merge: no capture"):
+        check.require_graphs(engine.model)
 
 
 class Changed:

@@ -130,9 +130,11 @@ class References:
         The file gets its name when the block ends without an error.
         """
         path = self.path(key)
+        note = path.with_suffix(".json")
+        note.unlink(missing_ok=True)  # of older predictions: without a note, a killed run measures again
         with new_file(path) as stream:
             yield Writer(stream, _starts(counts), self._vocabulary)
-        write_file(path.with_suffix(".json"), json.dumps({"key": key, "sha256": self._digest(path)}))
+        write_file(note, json.dumps({"key": key, "sha256": self._digest(path)}))
 
     def _digest(self, path: Path) -> str:
         (digest,) = file_digests(self._folder, [path.name])

@@ -78,7 +78,7 @@ def alone(folder: Path) -> Iterator[None]:
             raise UsageError(
                 f"another evaluation works in {folder}", "--work with another directory, or wait for it"
             ) from None
-        for left in folder.rglob(f".*{PART}"):
+        for left in (*folder.glob(f"predictions/.*{PART}"), *folder.glob(f"results/.*{PART}")):
             left.unlink()
         yield
 

@@ -162,10 +162,13 @@ def test_a_killed_run_continues_with_the_missing_results(
     (lost,) = copied(work, tmp_path).glob("results/streaming-256-*.json")
     lost.unlink()
     lost.with_name(f".{lost.name}.0.part").write_text("{")  # the rest of an interrupted write
+    other = tmp_path / "other" / ".file.part"  # of another program: --work may be a folder with much else
+    other.parent.mkdir()
+    other.touch()
     again = evaluate("tiny-base", SETTINGS, OPTIONS, tmp_path)
     assert measured == ["streaming 256"]
     assert json.dumps(asdict(again.results[0])) == json.dumps(asdict(evaluation.results[0]))
-    assert lost.exists() and not list(tmp_path.rglob("*.part"))
+    assert lost.exists() and list(tmp_path.rglob("*.part")) == [other]
 
 
 def test_a_new_method_is_measured_alone_and_a_changed_setting_again(

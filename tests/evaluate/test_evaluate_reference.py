@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -66,6 +68,19 @@ def test_an_interrupted_run_leaves_no_file(tmp_path: Path) -> None:
         writer.put(0, 0, LOGS)
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_is_killed_before_the_digest_is_written_measures_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    references = References(tmp_path, LOGS.shape[1])
+    for killed in (False, True):
+        if killed:
+            monkeypatch.setattr(References, "_digest", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt) if killed else nullcontext(), references.write("key", [96]) as writer:
+            writer.put(0, 0, LOGS[:: -1 if killed else 1])
+    monkeypatch.undo()
+    assert references.path("key").exists() and references.open("key", [96]) is None
 
 
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,7 +69,8 @@ wheel: native
 	KVEXPORT_REPOSITORY=$(REPOSITORY) $(BIN)/python -m hatchling build --directory dist
 
 # Everything of a release, in build-cache/release: built twice, for each processor that there is a compiler for. With
-# nvcc also the wheel of kvexport-cuda; CUDA="80 90" names its compute capabilities, otherwise they are all.
+# nvcc also the wheel of kvexport-cuda, whose libraries are compiled once; CUDA="80 90" names its compute capabilities,
+# otherwise they are all.
 release: native
 	KVEXPORT_REPOSITORY=$(REPOSITORY) $(BIN)/python -m tools.release $(if $(CUDA),--capabilities $(CUDA))
 

@@ -2,9 +2,10 @@
 
     python -m tools.release [--out DIR]        (make release writes build-cache/release)
 
-The source distribution, a wheel for each processor that this machine has a compiler for, and with nvcc the wheel of
-kvexport-cuda for this machine's processor are built twice, each time from a fresh copy of the commit in another folder,
-and must have the same bytes. auditwheel then reads each wheel, if it is installed. The version's section of
+The source distribution and a wheel for each processor that this machine has a compiler for are built twice, each time
+from a fresh copy of the commit in another folder, and must have the same bytes. With nvcc there is also a wheel of
+kvexport-cuda for this machine's processor. Its libraries are compiled once, in this checkout: only their packing into
+the wheel is done twice and compared. auditwheel then reads each wheel, if it is installed. The version's section of
 CHANGELOG.md becomes notes.md. docs/tasks/cuda.md has the line that installs from this folder.
 
 A tree with changes, a changelog without a dated section of the version, and a version that has a tag are refused.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,7 +69,3 @@ def tokenized(checkpoint: Path, kinds: Mapping[str, str], length: int = LENGTH) 
             )
         texts.append(KindOfText(kind, [*start, *ids][:length]))
     return texts
-
-
-def digest_of(texts: Sequence[KindOfText]) -> str:
-    return json_digest([[x.kind, x.digest] for x in texts])[:16]

@@ -39,7 +39,7 @@ from kvexport.quiet import quiet_exporter
 from kvexport.recipe.fields import Recipe
 from kvexport.tensor_files.shards import refuse_link
 
-# Model types for which tests compare logits with images to those of transformers (tests/export/test_images.py)
+# Model types for which tests compare logits with images to those of transformers (tests/export/test_vision.py)
 COMPARED = {"aya_vision", "idefics3", "internvl", "llava", "smolvlm"}
 _MOST_NUMBER = 1 << 14  # the largest number in a processor's settings: sides of images, tiles, tokens of a tile
 _MOST_SIDE = 16  # the most tiles in a row or a column of an image

@@ -14,7 +14,8 @@ from tests.docs.pages import PAGES, anchors, links
 from tests.support.paths import ROOT
 
 SOURCES = {".py", ".h", ".cuh", ".cpp", ".cu", ".yaml", ".Dockerfile", ".txt"}
-OTHER_PROJECTS = {"docs/gguf.md"}  # a page of llama.cpp
+OTHERS = {"docs/gguf.md", "kvexport/1/model.py"}  # a page of llama.cpp; a file in a folder that Triton reads
+NAMED = re.compile(r"\b(?:docs/[\w/-]+\.md|(?:kvexport|tests|tools)/[a-z\d_/]+\.py)\b")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -69,12 +70,12 @@ def texts(path: Path) -> list[str]:
     return [node.value for node in strings if isinstance(node.value, str)]
 
 
-def test_every_page_that_the_sources_name_exists() -> None:
+def test_every_page_and_python_file_that_pages_and_sources_name_exists() -> None:
     folders = ("kvexport", "plugins", "recipes", "docker", "tests", "benchmarks", "tools")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SOURCES]
     files = [path for path in files if "third_party" not in path.parts]  # which names pages of its own project
     assert len(files) > 500
-    for path in files:
-        for name in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text(encoding="utf-8", errors="replace")):
-            known = (ROOT / name).is_file() or name in OTHER_PROJECTS
+    for path in (*files, *PAGES):
+        for name in NAMED.findall(path.read_text(encoding="utf-8", errors="replace")):
+            known = (ROOT / name).is_file() or name in OTHERS
             assert known, f"{path.relative_to(ROOT)} names {name}, which does not exist"

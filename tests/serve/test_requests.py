@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 import kvexport
 from kvexport.engine.engine import Engine
 from kvexport.language import grammar as grammars
+from kvexport.serve.app import ROUTES
 from kvexport.serve.chat import ChatBody
 from kvexport.serve.completions import CompletionBody
 from kvexport.serve.errors import ApiError
@@ -217,6 +219,12 @@ def test_the_server_describes_itself(server: Running) -> None:
             for content in operation.get("requestBody", {}).get("content", {}).values():
                 assert content["schema"]["$ref"].rpartition("/")[2] in schemas
     assert {"messages", "tools", "stop"} <= schemas["ChatBody"]["properties"].keys()
+
+
+def test_every_handler_says_which_path_it_answers_and_with_what() -> None:
+    for method, path, handler in ROUTES:
+        line = (handler.__doc__ or "").partition("\n")[0]
+        assert re.fullmatch(rf"Answer ({method} )?{re.sub('{.*}', '(NAME|ID)', path)}: \S.+[.]", line), (path, line)
 
 
 def test_every_request_is_a_line_of_the_log_without_its_content(

@@ -27,7 +27,6 @@ INSTALL_CUDA = "pip install 'onnxruntime-gpu[cuda,cudnn]'"
 DRIVERS = {12: 525, 13: 580}
 A_GPU = "a machine with an NVIDIA GPU and its driver (in a container: docker run --gpus all)"
 DRIVER = "libcuda.so.1"
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def require_device(device: str) -> None:

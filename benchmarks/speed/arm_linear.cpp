@@ -13,7 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "../plugins/cpu/kvexport_cpu.h"
+#include "../../plugins/cpu/kvexport_cpu.h"
 
 namespace {
 

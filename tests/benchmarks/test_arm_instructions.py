@@ -62,7 +62,7 @@ Trace 0: 0x7f10 [0/400ac8/1/200]
 
 @needs_compiler
 def test_the_calls_of_linear_compile_for_arm() -> None:
-    source = str(ROOT / "benchmarks" / "arm_linear.cpp")
+    source = str(ROOT / "benchmarks" / "speed" / "arm_linear.cpp")
     command = [COMPILER, "-std=gnu++17", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", source]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -53,8 +53,9 @@ class FakeRay:
 
 
 @pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+def ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRay:
     monkeypatch.delenv("KVEXPORT_API_KEY", raising=False)
+    monkeypatch.chdir(tmp_path)
     return FakeRay(monkeypatch)
 
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 from urllib.parse import quote
 
 import typer
@@ -181,8 +181,7 @@ def serve(
     Example: kvexport serve Qwen/Qwen3-0.6B --budget 1024
     """
     supervised = os.environ.pop(SUPERVISED, None)
-    if supervised:
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+    address = _supervised() if supervised else sys.stdout
     keys = keys_of(host, api_key)
     _log(log_level)
     from kvexport.packages import require
@@ -222,9 +221,11 @@ def serve(
     url = f"http://{shown}:{listener.getsockname()[1]}"
 
     def ready() -> None:
-        print(url, flush=True)
+        print(url, file=address, flush=True)
         where = f"OpenAI's API at {url}/v1, Anthropic's at {url}, a chat page at {url}/"
         say(f"{source} is loaded" if supervised else f"ready: {where}")
+        if supervised:
+            address.close()
 
     if several:
         from kvexport.serve.models import create_models_app
@@ -287,9 +288,18 @@ def _command(context: typer.Context, source: str, name: str) -> list[str]:
     return command
 
 
+def _supervised() -> TextIO:
+    """Let this process end with its parent, and return the pipe in which the parent expects only an address."""
+    address = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print while a model is built or loaded goes to the log
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    return address
+
+
 def _end_with_parent() -> None:
     """End this process when the process that started it, and holds the other end of stdin's pipe, has ended."""
-    sys.stdin.buffer.read()
+    while os.read(0, 4096):  # sys.stdin has a lock, which this thread would still hold when Python ends
+        pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -90,6 +90,7 @@ def application(
         lifespan=life,
     )
     app.state.settings = settings
+    app.state.descriptors = 1  # file descriptors that a client takes
     return app
 
 

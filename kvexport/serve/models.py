@@ -26,6 +26,7 @@ from kvexport.serve.app import ROUTES, Bound, application, openapi, version
 from kvexport.serve.bodies import read_bytes
 from kvexport.serve.errors import ApiError, engine_failed
 from kvexport.serve.fields import Body, parse
+from kvexport.serve.page import page
 from kvexport.serve.prompts import LONG_TEXT
 from kvexport.serve.sessions import ENDS, HEADER
 from kvexport.serve.settings import KEY_VARIABLE, SUPERVISED, ServeSettings
@@ -53,12 +54,12 @@ class Model:
         self._key = secrets.token_hex(32)
         self._process: asyncio.subprocess.Process | None = None
         self._starting: asyncio.Task[str] | None = None
-        self._changing = asyncio.Lock()
 
     @property
     def loaded(self) -> bool:
-        """Whether the model's process runs."""
-        return self._process is not None and self._process.returncode is None
+        """Whether the model's process runs, and has loaded the model."""
+        started = self._starting is not None and self._starting.done()
+        return started and self._process is not None and self._process.returncode is None
 
     @property
     def key(self) -> dict[str, str]:
@@ -69,34 +70,39 @@ class Model:
         """Return the HTTP address of the model's process. The process is started if it does not run."""
         if self._starting is None or (self._starting.done() and not self.loaded):
             self._starting = asyncio.create_task(self._start())
+            # Without a client that waits for the start, asyncio would report its error as an unexpected one.
+            self._starting.add_done_callback(lambda start: start.cancelled() or start.exception())
         return await asyncio.shield(self._starting)  # the start goes on if this client goes away
 
     async def _start(self) -> str:
-        async with self._changing:  # the model's last process may hold the session folder until it has ended
-            environment = {**os.environ, KEY_VARIABLE: self._key, SUPERVISED: "1"}
-            process = await asyncio.create_subprocess_exec(*self.command, stdin=PIPE, stdout=PIPE, env=environment)
-            assert process.stdout is not None
-            self._process, self.has_sessions, self.used = process, False, time.monotonic()
-            line = await process.stdout.readline()
-            if not line:
-                await process.wait()
-                message = f"the model {self.name} could not be loaded; the server's log says why"
-                raise ApiError(503, message, code="model_not_loaded")
-            return line.decode().strip()
+        if self._process is not None:
+            await self._process.wait()  # the model's last process may hold the session folder until it has ended
+        environment = {**os.environ, KEY_VARIABLE: self._key, SUPERVISED: "1"}
+        process = await asyncio.create_subprocess_exec(*self.command, stdin=PIPE, stdout=PIPE, env=environment)
+        assert process.stdout is not None
+        self._process = process
+        line = await process.stdout.readline()
+        if not line:
+            await process.wait()
+            message = f"the model {self.name} could not be loaded; the server's log says why"
+            raise ApiError(503, message, code="model_not_loaded")
+        self.has_sessions, self.used = False, time.monotonic()
+        return line.decode().strip()
 
     async def stop(self, seconds: float) -> None:
-        """End the model's process. Requests that it still answers may take up to `seconds` seconds."""
-        process, self._process = self._process, None
-        async with self._changing:
-            if process is None or process.returncode is not None:
-                return
-            with suppress(ProcessLookupError):
-                process.terminate()
-                try:
-                    await asyncio.wait_for(process.wait(), seconds + 10)
-                except TimeoutError:
-                    process.kill()
-                    await process.wait()
+        """End the model's process, loaded or not. Requests that it still answers may take up to `seconds` seconds."""
+        if self._starting is not None:
+            self._starting.cancel()
+            self._starting = None  # the next request starts another process
+        if (process := self._process) is None:
+            return
+        with suppress(ProcessLookupError):
+            process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), seconds + 10)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
 
 
 class Models:
@@ -111,26 +117,30 @@ class Models:
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
         )
         self._long = anyio.CapacityLimiter(1)
+        self._upload = asyncio.Lock()  # one session at a time is in this process's memory
 
     async def forward(self, request: Request) -> Response:
         """Forward an HTTP request to the process of its model, and return the response of this process."""
-        posted = request.method == "POST"
-        data = await read_bytes(request, self.settings.body if posted else self.settings.session_memory)
+        posted, put, data = request.method == "POST", request.method == "PUT", b""
+        if put:
+            await request.scope[ENDS].enter_async_context(self._upload)
+        if posted or put:
+            data = await read_bytes(request, self.settings.body if posted else self.settings.session_memory)
         body = await self._parsed(data) if posted else _Routed(model=request.query_params.get("model"))
         model = self._model(body.model, posted)
         if posted or "/sessions/" in request.url.path:
             model.users += 1
             request.scope[ENDS].callback(self._release, model)
-        elif not model.loaded and request.url.path != "/":
+        elif not model.loaded:
             raise ApiError(503, f"{model.name} is not loaded: a request to it loads it", code="model_not_loaded")
         url = await unless_gone(request.receive, model.url())
-        named = HEADER in request.headers or body.session_id or request.method == "PUT"
-        model.has_sessions |= bool(named) and self.settings.session_folder is None
         headers = {name: request.headers[name] for name in _TO_PROCESS if name in request.headers}
         target = f"{url}{request.scope['raw_path'].decode('latin-1')}?{request.url.query}"
         try:
             sent = self._client.build_request(request.method, target, headers=headers | model.key, content=data)
             answer = await unless_gone(request.receive, self._client.send(sent, stream=True))
+            if answer.is_success and self.settings.session_folder is None:
+                model.has_sessions |= put or (posted and (HEADER in request.headers or bool(body.session_id)))
             kept = {name: value for name, value in answer.headers.items() if name.lower() not in _OWN}
             if answer.headers.get("content-type", "").startswith("text/event-stream"):
                 return EventStream(
@@ -142,7 +152,7 @@ class Models:
                 await answer.aclose()
             return Response(content, answer.status_code, kept)
         except httpx2.TransportError as error:
-            raise ApiError(503, f"the process of {model.name} has ended; send the request again") from error
+            raise ApiError(503, f"{model.name} has ended or cannot be reached; send the request again") from error
 
     async def names(self, _: Request) -> Response:
         """Answer /v1/models: the names of all models, and whether they are loaded."""
@@ -205,6 +215,7 @@ def create_models_app(
     """
     models = Models(commands, settings, idle)
     own: dict[str, Bound] = {
+        "/": partial(page, None),
         "/health": _works,
         "/ready": _works,
         "/version": partial(version, None),
@@ -215,6 +226,7 @@ def create_models_app(
     routes = [(method, path, own.get(path, models.forward)) for method, path, _ in ROUTES]
     app = application(routes, settings, models.life)
     app.state.drain = asyncio.sleep  # this process has nothing to drain: uvicorn waits for the answers
+    app.state.descriptors = 2  # a client's connection, and the one that forwards its request
     return app
 
 

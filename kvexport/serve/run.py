@@ -48,7 +48,7 @@ class Server(uvicorn.Server):
         self._drain = app.state.drain
         self._on_ready = on_ready
         self._logged = OncePerSecond()
-        limit = connection_limit()
+        limit = connection_limit() // app.state.descriptors
         super().__init__(
             uvicorn.Config(
                 app,

@@ -49,8 +49,11 @@ second line
 
 ```py
 a = "**"
+```py
 ```
 > quoted
+
+```x``` is code
 
 | a | b |
 |---|--:|
@@ -58,8 +61,9 @@ a = "**"
 RENDERED = (
     "<h3>One</h3><p><strong>bold</strong> and <em>soft</em>, <code>a*b*c</code>, 2 * 3 * 4, snake_case_name<br>second "
     'line</p><ol start="1"><li>first<ul><li>inner</li></ul></li><li>second</li></ol><ul><li><a href="https://example.org'
-    '/?a=1&amp;b=2" target="_blank" rel="noopener noreferrer">x</a></li></ul><pre><code>a = "**"</code></pre>'
-    "<blockquote><p>quoted</p></blockquote><table><tr><th>a</th><th>b</th></tr><tr><td>1</td><td>2</td></tr></table>"
+    '/?a=1&amp;b=2" target="_blank" rel="noopener noreferrer">x</a></li></ul><pre><code>a = "**"\n```py</code></pre>'
+    "<blockquote><p>quoted</p></blockquote><p><code>x</code> is code</p>"
+    "<table><tr><th>a</th><th>b</th></tr><tr><td>1</td><td>2</td></tr></table>"
 )
 
 
@@ -205,3 +209,18 @@ def test_conversations_and_settings_outlive_a_reload(engine: Engine, tmp_path: P
         tab.run("markdown(reads, 'word')")
         assert tab.run(shown)[-1] == "word"
         tab.screenshot(tmp_path / "page.png")
+
+
+def test_the_page_chats_where_the_browser_refuses_storage(server: Running, tmp_path: Path) -> None:
+    refused = "Object.defineProperty(window, 'localStorage', {get() { throw new DOMException('', 'SecurityError'); }})"
+    with browser(tmp_path) as tab:
+        tab.call("Page.addScriptToEvaluateOnNewDocument", source=refused)
+        tab.call("Page.navigate", url=server.url)
+        tab.wait_for("document.readyState === 'complete' && document.querySelectorAll('#lanes tr').length")
+        tab.run("document.getElementById('tokens').value = 3; void ask('anna')")
+        tab.wait_for("!running && messages.length === 2")
+        tab.run("document.getElementById('reset').click()")
+        titles = "[...document.getElementById('talks').options].map(x => x.text)"
+        assert tab.run(titles) == ["New conversation", "anna"]
+        tab.run("enter(document.getElementById('talks').options[1].value); document.getElementById('forget').click()")
+        assert tab.run(titles) == ["New conversation"] and tab.problems == []

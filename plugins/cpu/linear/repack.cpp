@@ -133,8 +133,8 @@ extern "C" {
 const char* kv_cpu_why_no_panels(const KvWeight* weight, int64_t inputs) {
   if (!weight->bits) return "the weight is not packed";
   if (kv::block_of(*weight, inputs)) return nullptr;
-  return "its group is neither a multiple of 8 inputs nor a whole row, or no multiple of 32 inputs of 5 bits or 16 of "
-         "6";
+  if (weight->high) return "its group and its row are not multiples of 32 inputs of 5 bits, or 16 inputs of 6 bits";
+  return "its group is neither a multiple of 8 inputs nor a whole row";
 }
 
 size_t kv_cpu_panels_bytes(const KvWeight* weight, int64_t outputs, int64_t inputs) {

@@ -133,7 +133,7 @@ extern "C" {
 const char* kv_cpu_why_no_panels(const KvWeight* weight, int64_t inputs) {
   if (!weight->bits) return "the weight is not packed";
   if (kv::block_of(*weight, inputs)) return nullptr;
-  if (weight->high) return "its group and its row are not multiples of 32 inputs of 5 bits, or 16 inputs of 6 bits";
+  if (weight->high) return "its row is no multiple of 32 inputs, or its group none of 32 (5 bits) or 16 (6 bits)";
   return "its group is neither a multiple of 8 inputs nor a whole row";
 }
 

@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvexport.evaluate.measure import Window
 from kvexport.evaluate.statistics import Estimate, mean
 from kvexport.evaluate.suites import Item
 from kvexport.evaluate.tasks import TASKS
 
-STABILITY = "stability"
-ALL_TASKS = (*TASKS, STABILITY)
 KL, ACCURACY = "kl", "accuracy"
 
 
@@ -21,20 +18,17 @@ class Options:
     # Labels of methods such as "keepkv:threshold=0.7"; () for streaming, h2o and the recipe's own method
     methods: tuple[str, ...] = ()
     budgets: tuple[float, ...] = (0.125, 0.25, 0.5)  # shares of `length`, or numbers of slots
-    tasks: tuple[str, ...] = ALL_TASKS
+    tasks: tuple[str, ...] = tuple(TASKS)
     samples: int = 40  # number of samples for each task and length
     # Tokens of a prompt; None for half of the recipe's limits.max_length, or for all of it with benchmark suites
     length: int | None = None
     seed: int = 0
     batch: int = 8
-    # The length on which the model was trained; None for the model's maximum of positions
-    training_length: int | None = None
     source: str | None = None  # text that samples are made from
-    suites: dict[str, list[Item]] = field(default_factory=dict)  # items of LongBench or RULER, by data set
+    suites: dict[str, list[Item]] = field(default_factory=dict)  # items of RULER, by task
     # The label of the method with which paired differences compare the others; None for the recipe's own method, or for
     # the last label if the recipe's method is not compared
     against: str | None = None
-    timed: bool = True  # whether to measure the time of a decode step
 
 
 @dataclass(frozen=True)
@@ -70,9 +64,7 @@ class Result:
     budget: float | None  # budget as the user wrote it; None for the full cache
     slots: int
     bytes: int  # bytes of the whole state of one sequence
-    step_seconds: float | None  # seconds of one decode step of one sequence at the run's length; None if not measured
     scores: dict[str, Score] = field(default_factory=dict)
-    windows: list[Window] = field(default_factory=list)  # intervals of the stability run; empty without one
 
 
 @dataclass(frozen=True)
@@ -97,7 +89,6 @@ class Evaluation:
     length: int
     seed: int
     samples: int
-    training_length: int
     full: Result  # result of the full cache; its bytes are those of `length` tokens
     results: list[Result]
     tasks: list[str]  # tasks that the user chose

@@ -198,18 +198,3 @@ def decoded(language: Language, rng: np.random.Generator, length: int, depth: fl
     """Predict the second half of a text, fed token by token, so that merges happen as in decoding."""
     ids, counted = language.text(rng, length)
     return Sample(ids, length // 2, [p for p in counted if p >= length // 2 - 1], {"length": float(length)})
-
-
-def long_text(language: Language, count: int, seed: int, piece: int = 1024) -> tuple[Ids, list[int]]:
-    """Return a sequence of `count` tokens from several texts, and the positions to evaluate.
-
-    The sequence measures the stability of a KV cache far beyond the model's training length.
-    """
-    ids: Ids = []
-    counted: list[int] = []
-    while len(ids) < count:
-        piece_ids, positions = language.text(np.random.default_rng([seed, len(ids)]), piece)
-        skip = len(language.start) if ids else 0
-        counted += [len(ids) - skip + p for p in positions if p >= skip]
-        ids += piece_ids[skip:]
-    return ids[:count], [p for p in counted if p < count - 1]

@@ -92,7 +92,6 @@ class Evaluation:
     full: Result  # result of the full cache; its bytes are those of `length` tokens
     results: list[Result]
     tasks: list[str]  # tasks that the user chose
-    skipped: dict[str, str]  # tasks that could not run, each with the reason
     against: str = ""
     differences: list[Difference] = field(default_factory=list)  # paired differences of all other methods to `against`
 

@@ -99,9 +99,6 @@ class Run:
         checkpoint: Path = shape.checkpoint.path
         tokenizer = Tokenizer.from_folder(checkpoint) if (checkpoint / FILE_NAME).exists() else None
         self.language = language_of(tokenizer, options.source)
-        self.skipped = {
-            task: "this model's language cannot ask it" for task in options.tasks if task in self.language.lacks
-        }
         self.samples = self._samples()
         longest = max([len(s.ids) for samples in self.samples.values() for s in samples], default=0)
         longest = max(longest, limit if options.suites else 0, self.length)
@@ -130,15 +127,11 @@ class Run:
     def _samples(self) -> dict[str, list[Sample]]:
         samples = {}
         for name in self.options.tasks:
-            if name not in self.skipped:
-                try:
-                    samples[name] = TASKS[name].samples(
-                        self.language, self.options.samples, self.length, self.options.seed
-                    )
-                except ValueError as error:
-                    raise UsageError(
-                        f"the task {name} at a length of {self.length}: {error}", "--length with more tokens"
-                    ) from error
+            try:
+                samples[name] = TASKS[name].samples(self.language, self.options.samples, self.length, self.options.seed)
+            except ValueError as error:
+                problem = f"the task {name} at a length of {self.length}: {error}"
+                raise UsageError(problem, "--length with more tokens") from error
         return samples
 
     def all(self) -> Evaluation:
@@ -156,7 +149,6 @@ class Run:
             full,
             results,
             [*self.samples, *self.options.suites],
-            self.skipped,
             self.against,
             paired(results, self.against),
         )

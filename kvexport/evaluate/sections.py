@@ -27,8 +27,6 @@ def _summary(evaluation: Evaluation) -> list[Section]:
         "full cache": f"{format_bytes(full.bytes)} for {full.slots} tokens",
         "intervals": "95 %: Wilson's for accuracies, bootstrap over samples for means",
     }
-    for task, why in evaluation.skipped.items():
-        mapping[f"skipped: {task}"] = why
     summaries = [f"{task}: {TASKS[task].summary}" for task in evaluation.tasks if task in TASKS]
     rows = [(named(r), r.budget, r.slots, r.bytes, r.bytes / full.bytes) for r in [full, *evaluation.results]]
     header = ("method", "budget", "slots", "bytes per sequence", "of full")

@@ -68,7 +68,7 @@ def test_the_answer_can_be_read_off_the_prompt(name: str, text: Language) -> Non
         assert sample.prompt == sample.cell["length"] <= 512
 
 
-@pytest.mark.parametrize("name", [n for n in EXACT if n not in Words.lacks])
+@pytest.mark.parametrize("name", EXACT)
 def test_the_tiny_checkpoints_tasks_are_in_its_language(name: str) -> None:
     words = Words()
     for sample in TASKS[name].samples(words, 6, 256, seed=3):
@@ -81,18 +81,10 @@ def test_the_tiny_checkpoints_tasks_are_in_its_language(name: str) -> None:
         assert len(stated) == (2 if name == "duplicates" else 1)
 
 
-def test_questions_without_words_in_the_tiny_vocabulary_are_refused() -> None:
-    with pytest.raises(ValueError, match="alias"):
-        Words().alias("anna", "boris")
-    for kind in ("every", "count", "chain"):
-        with pytest.raises(ValueError, match=kind):
-            Words().ask(kind, "anna", "lamp")
-
-
 def test_answers_vary_so_that_guessing_fails(text: Language) -> None:
     for name in EXACT:
         answers = Counter(parts(s)[2] for s in TASKS[name].samples(text, 30, 512, seed=0))
-        assert max(answers.values()) <= (15 if name == "counting" else 6), name
+        assert max(answers.values()) <= 6, name
 
 
 def test_samples_are_a_function_of_the_seed(text: Language) -> None:

@@ -24,16 +24,9 @@ def open_session(
     float_input: bool = False,
     stream: int | None = None,
 ) -> Any:
-    """Return an ONNX Runtime session of an ONNX graph.
+    """Return a session of the graph at `path`; `stream` is a CUDA stream for its runs, None for one of its own.
 
-    Args:
-        path: The file of the ONNX graph.
-        threads: The number of threads; 0 for ONNX Runtime's own choice.
-        operators: The library of native operators to register, or None to run their ONNX functions.
-        device: The device: cpu or cuda.
-        graphs: Whether the session captures CUDA graphs.
-        float_input: Whether packed weights are multiplied with unrounded inputs; this needs the package onnx.
-        stream: The CUDA stream of the session's runs; None for a stream of the session's own.
+    `float_input` multiplies packed weights with unrounded inputs, and needs the package onnx.
     """
     import onnxruntime as ort
 

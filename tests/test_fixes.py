@@ -80,7 +80,7 @@ NOT_RUN: dict[str, dict[str, int]] = {
     },
     "it measures for minutes": {
         "calibrate/default.py": 2, "calibrate/facts.py": 1, "calibrate/head_costs.py": 1,
-        "calibrate/head_shares.py": 3, "calibrate/texts.py": 3, "evaluate/kept.py": 1,
+        "calibrate/head_shares.py": 3, "calibrate/texts.py": 3, "evaluate/result.py": 1,
         "evaluate/language.py": 2, "evaluate/measure.py": 2, "evaluate/reference.py": 2, "evaluate/runner.py": 4,
         "evaluate/settings.py": 1, "evaluate/suites.py": 1, "commands/output.py": 1, "commands/validate.py": 1,
         "validate/runner.py": 1,

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import math
+import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from kvexport.evaluate.statistics import Estimate, mean
+import numpy as np
+from pydantic import TypeAdapter
+
+from kvexport.errors import UsageError
+from kvexport.evaluate.measure import Outcome
+from kvexport.evaluate.statistics import Estimate, mean, share
 from kvexport.evaluate.suites import Item
-from kvexport.evaluate.tasks import TASKS
+from kvexport.evaluate.tasks import TASKS, Sample
+from kvexport.files import json_digest, write_file
 
 KL, ACCURACY = "kl", "accuracy"
 
@@ -131,3 +141,48 @@ def line(result: Result) -> str:
 
 def named(result: Result) -> str:
     return result.label if result.budget is None else f"{result.label}, {result.slots} slots"
+
+
+def score_of(task: str, samples: Sequence[Sample], outcomes: Sequence[Outcome], compared: bool) -> Score:
+    every: dict[str, tuple[float, ...]] = {"nll": tuple(o.nll for o in outcomes)}
+    score = Score(task, nll=mean(every["nll"]), samples=every)
+    if TASKS[task].exact:
+        every[ACCURACY] = tuple(float(o.right) for o in outcomes)
+        keys = [(int(s.cell["length"]), s.cell.get("depth", math.nan)) for s in samples]
+        answers: dict[tuple[int, float], list[bool]] = {}
+        for key, outcome in zip(keys, outcomes, strict=True):
+            answers.setdefault(key, []).append(outcome.right)
+        cells = (
+            tuple(Cell(*key, sum(hits), len(hits)) for key, hits in sorted(answers.items()))
+            if TASKS[task].depths != (0.5,)
+            else ()
+        )
+        score = replace(score, accuracy=share(sum(o.right for o in outcomes), len(outcomes)), cells=cells)
+    if not compared:
+        return score
+    every[KL] = tuple(float(o.kl.mean()) for o in outcomes)
+    positions = np.concatenate([o.kl for o in outcomes])
+    agreement = float(np.concatenate([o.agrees for o in outcomes]).mean())
+    return replace(score, kl=mean(every[KL]), kl_99=float(np.quantile(positions, 0.99)), agreement=agreement)
+
+
+def read_result(path: Path, key: str) -> Result | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        whole = content["sha256"] == json_digest([content["key"], content["result"]])
+        result = TypeAdapter(Result).validate_python(content["result"]) if whole else None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        whole = False
+    if not whole:
+        raise UsageError(
+            f"{path} is damaged: its digest does not match",
+            f"rm {shlex.quote(str(path))}, and the setting is measured again",
+        )
+    return result if content["key"] == key else None
+
+
+def write_result(path: Path, key: str, result: Result) -> None:
+    values = json.loads(json.dumps(asdict(result)))  # tuples become lists, as in the file
+    write_file(path, json.dumps({"key": key, "sha256": json_digest([key, values]), "result": values}, indent=1))

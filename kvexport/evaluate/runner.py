@@ -14,12 +14,21 @@ from typing import TYPE_CHECKING, Any
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.errors import UsageError
-from kvexport.evaluate.kept import read_result, write_result
 from kvexport.evaluate.language import language_of
 from kvexport.evaluate.measure import run_samples
 from kvexport.evaluate.reference import Reference, References, Writer, needed_bytes, require_space
-from kvexport.evaluate.result import ACCURACY, Evaluation, Options, Result, Score, line, paired
-from kvexport.evaluate.scores import score_of
+from kvexport.evaluate.result import (
+    ACCURACY,
+    Evaluation,
+    Options,
+    Result,
+    Score,
+    line,
+    paired,
+    read_result,
+    score_of,
+    write_result,
+)
 from kvexport.evaluate.settings import FULL, Setting, equal_bytes, load_setting
 from kvexport.evaluate.statistics import mean
 from kvexport.evaluate.suites import run_items

@@ -45,7 +45,7 @@ class Method(BaseModel):
 
     @property
     def vote_exponent(self) -> float:
-        """The factor alpha of the bias ``alpha * ln(votes)`` that attention adds to a cache slot's logit; 0 by default."""
+        """The factor alpha of the bias ``alpha * ln(votes)`` that attention adds to a slot's logit; 0 by default."""
         return 0.0
 
     @property
@@ -102,8 +102,8 @@ class Method(BaseModel):
 
         Args:
             slots: The layer's cache.
-            unprotected: [B, H, C] bool. True for occupied slots that are neither sinks nor recent; the scores of others have
-                no effect.
+            unprotected: [B, H, C] bool. True for occupied slots that are neither sinks nor recent; the scores of
+                others have no effect.
             count: The largest number of slots that a head evicts.
         """
         from kvexport.methods.primitives.select import keep_score

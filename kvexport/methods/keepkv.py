@@ -50,7 +50,7 @@ class KeepKV(Merging):
 
     @property
     def vote_exponent(self) -> float:
-        """The factor alpha of the bias ``alpha * ln(votes)``: 1, so that p votes attract attention like p equal keys."""
+        """The factor alpha of the bias ``alpha * ln(votes)``: 1, so p votes attract attention like p equal keys."""
         return 1.0
 
     @property
@@ -59,7 +59,7 @@ class KeepKV(Merging):
         return (Statistic("log_ema", self.decay, self.window, self.recency_weight),)
 
     def policy(self) -> MergePolicy:
-        """Return the rule that ranks slots by their average, and merges into the most similar key above the threshold."""
+        """Return the rule that ranks slots by their average, and merges into a key above the threshold."""
         return self.selected(
             MergePolicy(
                 select="average",

@@ -71,7 +71,7 @@ class ExpertsForm:
         return names
 
     def weight_inputs(self, weight: str) -> list[str]:
-        """Return the names of the inputs of one weight, ``first`` or ``down``: the weight, its scales and other parts."""
+        """Return the names of the inputs of the weight ``first`` or ``down``: itself, its scales and other parts."""
         kind = self.packed[WEIGHTS.index(weight)] if self.packed else 0
         return [weight, *(f"{weight}_{suffix}" for suffix in parts_after(kind))]
 

@@ -35,7 +35,7 @@ def _gather_rows(values: Any, indices: Any) -> Any:
 
 
 def _scatter_rows(values: Any, indices: Any, rows: Any, accumulate: bool = False) -> Any:
-    """Translate ``values.index_put((i, j, k), rows)``, with the nodes of `_gather_rows`, which an optimizer can share."""
+    """Translate ``values.index_put((i, j, k), rows)`` with the nodes of `_gather_rows`, to share them."""
     from onnxscript import opset23 as op
 
     return op.ScatterND(values, _joined(indices), rows)

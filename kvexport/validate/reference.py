@@ -13,18 +13,22 @@ from torch import Tensor, nn
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.tracer import layer_attributes, used_slots
 from kvexport.export.hooks.attention import IMPLEMENTATION, TokenLogits, attending, output_projection
+from kvexport.export.hooks.experts import expert_layouts
 from kvexport.export.hooks.recurrence import RecurrentCache, recurring
-from kvexport.export.model.hf_model import fix_rotary_frequencies
-from kvexport.export.model.tensors import Checkpoint
+from kvexport.export.model.config import load_config
+from kvexport.export.model.hf_model import auto_class, buffers_as_parameters, fix_rotary_frequencies
+from kvexport.export.model.tensors import Checkpoint, dense_values
+from kvexport.export.weights.computed import ComputedSpec
+from kvexport.export.weights.specs import weight_specs
 from kvexport.methods.base import Method
 from kvexport.ops.layer_state import layer_merge_cache, layer_read_attention, layer_vote_attention
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.plan.cache import CachePlan, LayerGeometry, resized
 from kvexport.quiet import quiet_exporter
 from kvexport.schema.state import STATE, STATE_NAMES, scales_of
+from kvexport.tensor_files.casting import load_tensor
 from kvexport.validate.float64 import as_ever, in_float64
 from kvexport.validate.slots import slots_for
-from kvexport.validate.weights import load_model
 
 Arrays = dict[str, NDArray[Any]]
 State = tuple[Tensor, ...]  # the state tensors of one cache, in the order of `LayerCache.state`
@@ -188,3 +192,34 @@ def _load_attending(checkpoint: Checkpoint, recipe: Any) -> Any:
         except ValueError:
             pass
     return load_model(checkpoint, recipe, "eager")
+
+
+def load_model(checkpoint: Checkpoint, recipe: Any, attention: str) -> Any:
+    """Load the Hugging Face model of a checkpoint in eval mode, with the weights rounded as the recipe says."""
+    dtype = getattr(torch, recipe.model.dtype)
+    if not checkpoint.computed and recipe.weights.bits is None:
+        model: Any = auto_class(load_config(str(checkpoint.path), recipe)).from_pretrained(
+            str(checkpoint.path),
+            dtype=dtype,
+            attn_implementation=attention,
+            experts_implementation="eager",  # the default refuses float64
+            use_safetensors=True,
+        )
+        return model.eval()
+    config = load_config(str(checkpoint.path), recipe)
+    model = auto_class(config).from_config(
+        config, dtype=dtype, attn_implementation=attention, experts_implementation="eager"
+    )
+    buffers_as_parameters(model)
+    parameters = {f"model.{name}": p for name, p in model.named_parameters(remove_duplicate=False)}
+    layouts = {f"model.{name}": layout for name, layout in expert_layouts(model).items()}
+    with torch.no_grad():
+        for spec in weight_specs(checkpoint, model, recipe):
+            if isinstance(spec, ComputedSpec):
+                values = dense_values(spec.source)
+            else:
+                values = load_tensor(spec.entry, spec.dtype)
+            stored = torch.from_numpy(values).reshape(spec.shape)
+            layout = layouts.get(spec.name)
+            parameters[spec.name].copy_(stored if layout is None else layout.to_module(stored))
+    return model.eval()

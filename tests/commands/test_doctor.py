@@ -9,7 +9,6 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 
 import onnxruntime
 import pytest
@@ -22,14 +21,7 @@ from kvexport.backends.onnxruntime.backend import Native, _pages_row
 from kvexport.backends.tensorrt import plugin
 from kvexport.commands.app import app
 from kvexport.commands.doctor import diagnose
-from kvexport.packages import (
-    VERBS,
-    Package,
-    installed_bytes,
-    missing_package,
-    package_state,
-    with_requirements,
-)
+from kvexport.packages import VERBS, Package, missing_package, package_state
 from tests.support.paths import ROOT
 
 
@@ -110,37 +102,6 @@ def test_this_machine_can_do_everything() -> None:
     assert diagnosis.system["cores"] >= 1
     assert diagnosis.system["disk_free"] > 0
     assert {s.package.name for s in diagnosis.packages if s.problem} <= {"onnxruntime-gpu", "tensorrt", "cuda-bindings"}
-
-
-def test_sizes_on_disk_count_requirements_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    requires = {
-        "App_One": ["shared>=1", "heavy; extra == 'big'", "gone"],
-        "app-one": ["shared>=1", "heavy; extra == 'big'", "gone"],
-        "shared": ["app.one"],
-        "heavy": None,
-    }
-    sizes = {"app-one": [10, None], "shared": [5], "heavy": [1000]}
-
-    def lookup(name: str) -> object:
-        if name not in requires:
-            raise metadata.PackageNotFoundError(name)
-        return requires[name]
-
-    files = {name: SimpleNamespace(files=[SimpleNamespace(size=n) for n in each]) for name, each in sizes.items()}
-    monkeypatch.setattr(metadata, "requires", lookup)
-    monkeypatch.setattr(metadata, "distribution", files.__getitem__)
-    known = with_requirements(["App_One"])
-    assert known == {"app-one", "shared"}
-    assert installed_bytes(known) == 15
-
-
-def test_the_doctor_shows_the_disk_space_of_each_extra() -> None:
-    sizes = diagnose().sizes
-    assert sizes["export"] > sizes["run"] > 50e6  # PyTorch; ONNX Runtime and numpy
-    assert 0 < sizes["serve"] < 50e6
-    data = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
-    assert data["installed_bytes"] == sizes
-    assert re.search(r"run +\d+ MB\n +export +\+ [\d.]+ [MG]B", CliRunner().invoke(app, ["doctor"]).stdout)
 
 
 def test_running_tensorrt_engines_takes_no_torch() -> None:

@@ -44,7 +44,7 @@ class MergeSets:
         return gather_rows(x, self.targets).float(), gather_rows(x, self.index).float()
 
     def sum(self, target: Tensor, evicted: Tensor) -> Tensor:
-        """Return the sum over every set: of the target's term, and of the terms of its evicted slots; [B, H, V, ...]."""
+        """Return the sum over every set of the terms of its target and evicted slots; [B, H, V, ...]."""
         if target.dim() == 3:
             return target + (self.same @ evicted[..., None])[..., 0]
         return target + self.same @ evicted

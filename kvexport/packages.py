@@ -5,10 +5,9 @@ This module works if all other packages are missing, because its imports need on
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvexport.errors import EnvironmentProblem
@@ -62,7 +61,6 @@ PACKAGES = (
     Package("onnx", "onnx", "1.18", "export", "writes graphs"),
     Package("onnxscript", "onnxscript", "0.7", "export", "optimises graphs"),
     Package("onnx-ir", "onnx_ir", "1.0", "export", "optimises graphs"),
-    Package("polygraphy", "polygraphy", "0.49", "export", "validate runs the engine with it"),
     Package("httpx2", "httpx2", "2", "serve", "speaks to servers that are measured"),
     Package("llguidance", "llguidance", "1.9", "serve", "answers that keep to a JSON schema or a grammar"),
     Package("prometheus_client", "prometheus_client", "0.20", "serve", "the server's metrics"),
@@ -124,48 +122,7 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def installed_bytes(names: Iterable[str]) -> int:
-    from importlib import metadata
-
-    total = 0
-    for name in names:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            total += sum(file.size or 0 for file in metadata.distribution(name).files or ())
-    return total
-
-
-def with_requirements(names: Iterable[str]) -> set[str]:
-    """Return the installed distributions among `names`, and the installed distributions that they require.
-
-    Requirements of extras are left out. Names are in lower case, with hyphens.
-    """
-    from importlib import metadata
-
-    known: set[str] = set()
-    waiting = [canonical(name) for name in names]
-    while waiting:
-        name = waiting.pop()
-        if name in known:
-            continue
-        try:
-            requirements = metadata.requires(name) or ()
-        except metadata.PackageNotFoundError:
-            continue
-        known.add(name)
-        for requirement in requirements:
-            match = re.match(r"[A-Za-z0-9._-]+", requirement)
-            if match and not re.search(r"\bextra\s*==", requirement):
-                waiting.append(canonical(match[0]))
-    return known
-
-
-def canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def needs(verb: str, package: Package) -> bool:
-    if package.name == "polygraphy":
-        return verb == "validate"
     return package.extra == "run" or package.extra == VERBS[verb]
 
 

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 import kvexport
 from benchmarks.common import TEST_RECIPES, earlier, options_of, save
+from benchmarks.quality import recall
 from benchmarks.quality.recall_real import passages
-from kvexport.evaluate import recall
 from kvexport.evaluate.corpus import manual
 from kvexport.evaluate.language import Text
 from kvexport.evaluate.reference import log_softmax

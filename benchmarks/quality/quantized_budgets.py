@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--dtypes", default="int8,k8v4")
     parser.add_argument("--work", type=Path, metavar="DIR", help="the folder for the full cache's predictions")
     arguments = parser.parse_args()
-    options = Options((), (), ("text",), arguments.samples, LENGTH, batch=2, source=manual(), timed=False)
+    options = Options((), (), ("text",), arguments.samples, LENGTH, batch=2, source=manual())
     rows: dict[str, Any] = earlier(NAME).get("rows", {})
     with ExitStack() as stack:
         folder = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -26,8 +26,9 @@ from torch import Tensor
 
 import kvexport
 from benchmarks.common import earlier, head, options_of, save
-from kvexport.evaluate import recall
+from benchmarks.quality import recall
 from kvexport.evaluate.corpus import library_sources
+from kvexport.evaluate.recall import Passage, passage
 from kvexport.evaluate.statistics import Estimate, mean, share
 from kvexport.files import json_digest
 from kvexport.methods import all_methods
@@ -119,7 +120,7 @@ def facts(task: str, rng: random.Random) -> list[tuple[str, str, str]]:
     return [(whole, turn.format(s.replace("The", "What is the").removesuffix(" is"), s), n) for whole, s, n in facts]
 
 
-def passages(engine: kvexport.Engine, task: str, count: int, length: int) -> list[recall.Passage]:
+def passages(engine: kvexport.Engine, task: str, count: int, length: int) -> list[Passage]:
     assert engine.tokenizer is not None
 
     def encode(text: str) -> list[int]:
@@ -134,7 +135,7 @@ def passages(engine: kvexport.Engine, task: str, count: int, length: int) -> lis
         rng = random.Random(f"{task}/{i}")
         text, stated = sentences(task, rng, length), facts(task, rng)
         places = np.random.default_rng([i, length])
-        drawn.append(recall.passage(encode, text, stated, length, places, frames.get(task, (USER, "\n\n"))))
+        drawn.append(passage(encode, text, stated, length, places, frames.get(task, (USER, "\n\n"))))
     return drawn
 
 
@@ -256,8 +257,8 @@ def ask(options: argparse.Namespace, folder: Path, results: Results) -> None:
                 if len(each) >= options.passages * QUESTIONS:
                     continue
                 engine = engine or engine_of(folder, label, options.threads)
-                for passage in passages(engine, task, options.passages, options.length)[len(each) // QUESTIONS :]:
-                    answers = recall.answers(engine, passage, known=known)
+                for text in passages(engine, task, options.passages, options.length)[len(each) // QUESTIONS :]:
+                    answers = recall.answers(engine, text, known=known)
                     each += [[int(a.exact), round(a.digits, 4)] for a in answers]
                     r = results.put(label, each)
                 print(

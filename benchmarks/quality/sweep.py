@@ -165,7 +165,6 @@ def main() -> None:
             arguments.length,
             batch=arguments.batch,
             source=manual() if arguments.manual else None,
-            timed=False,
         )
         only = [label for label in arguments.only.split(",") if label]
         sweep.run(group, options, only, "Python's manual" if arguments.manual else "source")

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx2
 
-from kvexport.bench.figures import percentiles
+from kvexport.bench.offline import percentiles
 
 SYLLABLES = ("ba", "do", "fen", "gar", "hel", "ki", "lum", "mor", "ne", "pas", "ril", "so", "tam", "ul", "ver", "wi")
 

@@ -32,12 +32,12 @@ import numpy as np
 
 import kvexport
 from benchmarks.common import earlier, head, save
+from benchmarks.quality.stability import longer_checkpoint
 from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
 from kvexport.engine.request import Request
 from kvexport.evaluate.corpus import library_sources, manual
 from kvexport.evaluate.reference import log_softmax
-from kvexport.evaluate.settings import longer_checkpoint
 from kvexport.export.model.checkpoint import resolve_checkpoint
 from kvexport.language.settings import GenerationSettings
 from kvexport.recipe.load import load_recipe

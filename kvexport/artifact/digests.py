@@ -24,11 +24,9 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def write_manifest(staging: Path, content: dict[str, Any], *, known: Mapping[str, str] | None = None) -> None:
-    """Write an artifact's `manifest.json`: `content`, and the digest and size of every file.
+    """Write an artifact's `manifest.json`: `content`, and the digest and size of every file of the staging folder.
 
-    The added fields are `format`, `contract_version`, `manifest_sha256` and `files`. `files` maps every file of the
-    staging folder, as a relative POSIX path, to {"sha256": hex, "bytes": size}. Call this function last: an artifact
-    with a file that its manifest does not list is refused.
+    Call it last: an artifact with a file that its manifest does not list is refused.
     """
     entries = {name: entry for name, entry in scan(staging).items() if name != MANIFEST}
     known = dict(known or {})

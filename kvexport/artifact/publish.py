@@ -111,10 +111,7 @@ def _refuse_foreign(target: Path) -> None:
 
 
 def is_artifact(path: Path) -> bool:
-    """Return whether a directory has an artifact's manifest.
-
-    A damaged artifact counts, so that it can be built again.
-    """
+    """Return whether a directory has an artifact's manifest, damaged or not, so that it can be built again."""
     manifest = path / MANIFEST
     if path.is_symlink() or manifest.is_symlink() or not manifest.is_file():
         return False
@@ -123,10 +120,7 @@ def is_artifact(path: Path) -> bool:
 
 
 def _is_mount_point(path: Path) -> bool:
-    """Return whether a path is a mount point.
-
-    This includes bind mounts on the same file system, which os.path.ismount does not detect.
-    """
+    """Return whether a path is a mount point, bind mounts included, which os.path.ismount does not detect."""
     if os.path.ismount(path):
         return True
     try:

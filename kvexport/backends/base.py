@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from kvexport.backends.model_state import LoadedModel
     from kvexport.methods.base import Method
     from kvexport.packages import Package
-    from kvexport.plan.cache import CachePlan
     from kvexport.recipe.fields import Recipe
     from kvexport.report.sections import Section
     from kvexport.terminal import Progress
@@ -85,27 +84,6 @@ class Description:
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Runners:
-    """Objects that run an exported model's ONNX graphs, so that `kvexport validate` can compare them with PyTorch.
-
-    Past and present state have separate buffers. Each runner is a context manager with `infer(feed) -> outputs`, as the
-    runners of the package polygraphy are.
-
-    Attributes:
-        decode: Runs the decoder for calls with one token of each batch lane.
-        prefill: Runs the decoder for calls with several tokens of each batch lane.
-        merge: Runs the merge graph, which compresses KV caches. None if no layer merges.
-        open_decoder: A function that takes the bytes of another decoder's ONNX graph and opens an ONNX Runtime session
-            of it over the same weights. None if the backend does not run ONNX graphs.
-    """
-
-    decode: Any
-    prefill: Any
-    merge: Any
-    open_decoder: Callable[[bytes], Any] | None = None
-
-
 class Backend(ABC):
     """Base class of a backend: a library that runs an exported model's ONNX graphs.
 
@@ -137,24 +115,10 @@ class Backend(ABC):
     def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> LoadedModel:
         """Load an exported model from its artifact folder, ready to run.
 
-        Args:
-            path: The folder of the artifact.
-            manifest: The artifact's manifest.
-            options: Settings that replace those of the artifact's recipe.
-
         Raises:
             EnvironmentProblem: If this machine lacks something that the backend needs.
-            ArtifactError: If the artifact lacks files that the backend's `preparation` adds, such as TensorRT engines.
+            ArtifactError: If the artifact lacks files that `preparation` adds, such as TensorRT engines.
             UsageError: If an option has an impossible value.
-        """
-
-    @abstractmethod
-    def runners(self, model: Any, manifest: Manifest) -> Runners:
-        """Return objects that run a loaded model's ONNX graphs, for `kvexport validate` to compare with PyTorch.
-
-        Args:
-            model: The model that `load` returned.
-            manifest: The manifest of the artifact.
         """
 
     def device(self, recipe: Recipe) -> str | None:
@@ -168,38 +132,17 @@ class Backend(ABC):
     def preparation(self, recipe: Recipe) -> Preparation | None:
         """Return a function that a build calls after it wrote the ONNX graphs, or None if the backend needs none.
 
-        TensorRT's function builds the engines. A build calls this method before all other work, so that missing
-        packages are reported at once.
-
-        Raises:
-            EnvironmentProblem: If this machine lacks something that the preparation needs.
+        A build calls this method before all other work, so that missing packages are reported at once, as an
+        EnvironmentProblem.
         """
         return None
 
-    def advice(self, recipe: Recipe, cache: CachePlan, weight_bytes: int) -> Mapping[str, str]:
-        """Return notes about the GPUs that will run a recipe's artifact, by subject, for the report of `kvexport plan`.
-
-        Args:
-            recipe: The recipe.
-            cache: The cache plan of the model: budget, capacity and bytes of every layer's KV cache.
-            weight_bytes: Bytes of the weights, packed or in the recipe's dtype.
-        """
-        return {}
-
     def operator_problem(self, recipe: Recipe, operator: str) -> tuple[str, str] | None:
-        """Return why the backend cannot run an operator of kvexport, and the setting that avoids it; or None.
-
-        Args:
-            recipe: The recipe.
-            operator: Experts or LinearAttention, the operators that do not use the KV cache.
-        """
+        """Return why Experts or LinearAttention cannot run, and the setting that avoids it; or None."""
         return None
 
     def library_products(self, recipe: Recipe) -> bool:
-        """Return whether matrix products become ONNX Runtime's own operators, with its layout of packed weights.
-
-        This holds for ONNX Runtime's CUDA provider, because kvexport has no CUDA kernel of its operator Linear there.
-        """
+        """Return whether matrix products become ONNX Runtime's own operators, as on CUDA, which has no Linear."""
         return False
 
     def positive_scales(self, recipe: Recipe) -> bool:
@@ -209,9 +152,7 @@ class Backend(ABC):
     def packing_problem(
         self, recipe: Recipe, dtype: str, group: int, *, has_offset: bool, has_table: bool, picked: bool
     ) -> tuple[str, str] | None:
-        """Return why the backend cannot run a packed (4- to 8-bit) weight and the setting that avoids it, or None.
-
-        If there is a reason, the build stores the weight in floats.
+        """Return why a packed weight cannot run and the setting that avoids it; the build then stores floats. Or None.
 
         Args:
             recipe: The recipe.
@@ -224,24 +165,11 @@ class Backend(ABC):
         return None
 
     def node_opener(self, operators: Sequence[str], method: Method) -> NodeOpener | None:
-        """Return a function that opens ONNX models of one node with the native kernels of this machine.
-
-        Args:
-            operators: The names of kvexport's operators that must have a native kernel.
-            method: The compression method of the KV cache.
-
-        Returns:
-            The function; None if the backend lacks a native kernel of one of the operators on this machine.
-        """
+        """Return a function that opens models of one node with native kernels; None if one is missing here."""
         return None
 
     def operators(self, manifest: Manifest, device: str | None) -> dict[str, str]:
-        """Return how this machine runs each of kvexport's operators in an artifact's ONNX graphs, in words by operator.
-
-        Args:
-            manifest: The manifest of the artifact.
-            device: The device; None for that of the artifact's recipe.
-        """
+        """Return how this machine runs each operator of an artifact, in words; `device` may replace the recipe's."""
         return {op: how for op, how in manifest.operators.items() if how}
 
     def diagnose(self) -> Diagnosis:

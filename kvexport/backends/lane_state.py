@@ -20,9 +20,7 @@ from kvexport.schema.state import RING
 def is_captured(first: int, last: int) -> bool:
     """Return whether the merge of batch lanes first <= lane < last should have its own CUDA graph.
 
-    A single lane has one, because lanes that start at different times are merged one by one. A range from lane 0 has
-    one, because a batch that starts together is merged together. Other ranges have none: they are many and rarely
-    repeat.
+    Single lanes and ranges from lane 0 are merged again and again; other ranges are many and rarely repeat.
     """
     return first == 0 or last - first == 1
 
@@ -94,10 +92,7 @@ def fill(target: NDArray[Any], values: NDArray[Any], place: SlotPlace) -> None:
 
 
 def without_replaced(plan: CachePlan, state: Mapping[str, NDArray[Any]], tokens: int) -> dict[str, NDArray[Any]]:
-    """Return a lane's state tensors without the reference queries that `tokens` more tokens will replace.
-
-    Reference queries, recent queries that some compression methods keep, are in ring buffers of a fixed size.
-    """
+    """Return a lane's state without the reference queries, in rings, that `tokens` more tokens will replace."""
     arrays = dict(state)
     for i, layer in enumerate(plan.caches):
         rings = [tensor.past(i) for tensor in layer.state if tensor.name in RING]
@@ -109,7 +104,7 @@ def without_replaced(plan: CachePlan, state: Mapping[str, NDArray[Any]], tokens:
 
 
 def with_whole_rings(plan: CachePlan, state: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Return a lane's state tensors with ring buffers of reference queries padded by empty rows to their full size."""
+    """Return a lane's state with rings of reference queries padded by empty rows to their full size."""
     arrays = dict(state)
     for i, layer in enumerate(plan.caches):
         shapes = layer.shapes(1)

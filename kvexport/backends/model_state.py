@@ -42,10 +42,7 @@ class LaneState(Protocol):
         return self.decode(input_ids, query_length, first)
 
     def merge(self, first: int, last: int) -> None:
-        """Compress the KV cache of each lane first <= lane < last to its budget of slots.
-
-        Entries of evicted slots are merged into slots of the same lane, or dropped, as the compression method says.
-        """
+        """Compress the KV cache of each lane first <= lane < last to its budget of slots."""
         ...
 
     def clear(self, first: int, last: int, *, poisoned: bool = False) -> None: ...
@@ -77,20 +74,17 @@ class ModelState(LaneState, Protocol):
         ...
 
     def begin(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Pending:
-        """Start the decoder call of a `step` without waiting; return a function that waits for its rows of logits.
+        """Start the call of a `step` without waiting; return a function that waits for its rows of logits.
 
-        `follow` may start the next decoder call before the function is called. The second `follow` after this call of
-        `begin` overwrites the rows of logits.
+        `follow` may start the next call before. The second `follow` after this call overwrites the rows of logits.
         """
         rows = self.step(input_ids, query_length, first)
         return lambda: rows
 
     def follow(self) -> Pending:
-        """Start a decoder call with the tokens that the decoder call before it found most likely, without waiting.
+        """Start a call with the tokens that the call before it found most likely, of the same lanes, without waiting.
 
-        The token of each lane has the largest logit in the latest call that `begin` or `follow` started; among equal
-        logits the lowest token id is taken. Batch lanes and `query_length` are those of that call, too. The result is a
-        function that waits for the new call's rows of logits.
+        Among equal logits the lowest token id is taken.
         """
         assert not self.runs_ahead
         raise NotImplementedError

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from kvexport.bench.figures import COLUMNS, cells, percentiles
 from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
 from kvexport.engine.request import DECODING, Bundle, Request
@@ -24,6 +23,8 @@ from kvexport.report.sections import KeyValues, Plot, Section, Series, Table
 
 Show = Callable[[str], AbstractContextManager[Any]]  # shows a line of text while the returned context is open
 WARM_UP = 2  # first decode steps, which are not timed
+PERCENTILES = (50, 90, 99)
+COLUMNS = [*(f"p{p} ms" for p in PERCENTILES), "mean ms", "max ms"]
 
 
 @dataclass(frozen=True)
@@ -162,3 +163,19 @@ def sections(result: Result) -> list[Section]:
     if len(result.plan.contexts) > 1:
         report.append(Plot("A step of decoding by context", "context, tokens", "milliseconds", lines))
     return report
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float | None]:
+    if not len(values):
+        return {**{f"p{p}": None for p in PERCENTILES}, "mean": None, "max": None}
+    percentiles = np.percentile(values, PERCENTILES)
+    named: dict[str, float | None] = {f"p{p}": _ms(v) for p, v in zip(PERCENTILES, percentiles, strict=True)}
+    return {**named, "mean": _ms(np.mean(values)), "max": _ms(np.max(values))}
+
+
+def cells(figures: dict[str, Any]) -> list[float | None]:
+    return [figures[f"p{p}"] for p in PERCENTILES] + [figures["mean"], figures["max"]]
+
+
+def _ms(seconds: Any) -> float:
+    return round(float(seconds) * 1e3, 3)

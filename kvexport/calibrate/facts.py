@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from kvexport.errors import UsageError
-from kvexport.evaluate.corpus import library_sources, manual
+from kvexport.evaluate.corpus import manual
 from kvexport.evaluate.language import Ids, Language, Words, language_of
 from kvexport.evaluate.recall import Passage, passage
 from kvexport.language.tokenizer import FILE_NAME, Tokenizer
@@ -32,41 +32,28 @@ THINGS = [
 ]
 
 
-def text_language(checkpoint: Path, text: str | None) -> Language:
-    """Return the wording of calibration texts; filler lines are from `text`, or code that no evaluation uses."""
+def language_of_folder(checkpoint: Path) -> Language:
     if not (checkpoint / FILE_NAME).exists():
         raise UsageError(f"{checkpoint} has no {FILE_NAME}, without which no text can be read", "put it there")
-    tokenizer = Tokenizer.from_folder(checkpoint)
-    language = language_of(tokenizer, text)
-    if text is None and not isinstance(language, Words):
-        return language_of(tokenizer, "\n".join(library_sources(held_out=False).values()))
-    return language
+    return language_of(Tokenizer.from_folder(checkpoint))
 
 
-def fact_passages(checkpoint: Path, text: str | None, length: int, count: int, seed: int) -> list[Passage]:
+def fact_passages(checkpoint: Path, length: int, count: int) -> list[Passage]:
     """Return passages of about `length` tokens, each with FACTS inserted facts to recall, such as codes of places."""
-    if not (checkpoint / FILE_NAME).exists():
-        raise UsageError(f"{checkpoint} has no {FILE_NAME}, so facts cannot be written as tokens", "put it there")
-    tokenizer = Tokenizer.from_folder(checkpoint)
-    language = language_of(tokenizer, text)
+    tokenizer, language = Tokenizer.from_folder(checkpoint), language_of_folder(checkpoint)
     results = []
     for i in range(count):
-        rng, places = random.Random(f"{seed}/{i}"), np.random.default_rng([seed, i])
+        rng, places = random.Random(f"0/{i}"), np.random.default_rng([0, i])
         if isinstance(language, Words):
             sentences = [tokenizer.decode(ids) for ids in language.filler(places, length)]
             pairs = zip(rng.sample(language.names, FACTS), rng.sample(language.things, FACTS), strict=True)
             facts = [(f"{name} {thing} .", f"? {name}", thing) for name, thing in pairs]
         else:
-            sentences = re.split(r"(?<=[.:;]) ", " ".join((text or manual()).split()))
+            sentences = re.split(r"(?<=[.:;]) ", " ".join(manual().split()))
             first = rng.randrange(max(1, len(sentences) // 2))
             sentences = sentences[first:] + sentences[:first]
             facts = [_code(thing, f"{rng.randrange(10_000):04}") for thing in rng.sample(THINGS, FACTS)]
         source = passage(lambda text: _encode(tokenizer, text), sentences, facts, length, places)
-        if len(source.ids) < length // 2:
-            raise UsageError(
-                f"the text to insert facts into gives passages of {len(source.ids)} tokens, not of {length}",
-                f"--text FILE with more text, or --length {len(source.ids)}",
-            )
         results.append(replace(source, ids=[*language.start, *source.ids]))
     return results
 

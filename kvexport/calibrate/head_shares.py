@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.calibrate.allotment import relative_cost, robust_budgets
-from kvexport.calibrate.facts import fact_passages, text_language
+from kvexport.calibrate.facts import fact_passages, language_of_folder
 from kvexport.calibrate.measured import Measured, budgets_of, measure
 from kvexport.calibrate.texts import LENGTH, read_kinds, tokenized
 from kvexport.errors import UsageError
@@ -25,9 +25,7 @@ from kvexport.recipe.load import load_recipe
 from kvexport.report.sections import KeyValues, Section, Table
 from kvexport.terminal import Progress, silent
 
-KINDS = "kinds"  # stands for one task for each kind of text
-RECALL = "recall"  # the task of questions about facts in a text
-PASSAGES = 2  # default number of passages with facts
+PASSAGES = 2  # passages with facts
 
 
 @dataclass(frozen=True)
@@ -77,11 +75,7 @@ def calibrate_heads(
     overrides: Sequence[str] = (),
     *,
     length: int | None = None,
-    passages: int = PASSAGES,
-    seed: int = 0,
-    text: str | None = None,
     texts: Path | None = None,
-    tasks: Sequence[str] | None = None,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> HeadShares:
     """Measure the cost of evictions in every KV head, and share the recipe's cache budget accordingly.
@@ -96,7 +90,7 @@ def calibrate_heads(
         shape = read_model(own.recipe)
     length = length or min(LENGTH, own.recipe.limits.max_length)
     slots = fitted_slots(own.recipe, length)
-    samples = samples_of(shape.checkpoint.path, length, tasks, texts, text, passages, seed)
+    samples = samples_of(shape.checkpoint.path, length, texts)
     measured = grouped(measure(own.recipe, shape, samples, length, progress))
     shares, shrink = head_shares_of(measured, slots, least_slots(own.recipe))
     budgets = np.round(np.array(shares).reshape(-1) * slots).astype(np.int64)
@@ -122,39 +116,18 @@ def _require_budgets(recipe: Recipe) -> None:
         raise UsageError(problem, "--set cache.positions=absolute")
 
 
-def samples_of(
-    checkpoint: Path,
-    length: int,
-    tasks: Sequence[str] | None = None,
-    texts: Path | None = None,
-    text: str | None = None,
-    passages: int = PASSAGES,
-    seed: int = 0,
-) -> dict[str, Sample]:
-    """Return the texts of calibration tasks, named by task or by task and number, such as "recall/1".
-
-    The arguments have the same meaning as those of `calibrate_heads`.
-    """
-    language = text_language(checkpoint, text)
-    own = ["text"] if isinstance(language, Words) or text is not None else [KINDS]
-    known = [KINDS, RECALL, *(name for name in TASKS if name not in language.lacks)]
+def samples_of(checkpoint: Path, length: int, texts: Path | None = None) -> dict[str, Sample]:
+    """Return the texts of a calibration, named by kind, or by task and number, such as "recall/1"."""
+    language = language_of_folder(checkpoint)
     samples: dict[str, Sample] = {}
-    for task in tasks or [*own, RECALL]:
-        if task == KINDS:
-            for kind in tokenized(checkpoint, read_kinds(texts), length):
-                middle = len(kind.ids) // 2
-                samples[kind.kind] = Sample(kind.ids, middle, list(range(middle, len(kind.ids) - 1)))
-        elif task == RECALL:
-            facts = fact_passages(checkpoint, text, length * 7 // 8, passages, seed)
-            samples |= {f"{task}/{i}": asked_and_answered(passage) for i, passage in enumerate(facts)}
-        elif task in known:
-            make, depths = TASKS[task].make, TASKS[task].depths
-            for i in range(passages):
-                rng = np.random.default_rng([seed, i])
-                samples[f"{task}/{i}"] = make(language, rng, length, depths[i % len(depths)])
-        else:
-            raise UsageError(f"there is no task {task!r} for this model", f"--tasks with some of {', '.join(known)}")
-    return samples
+    if texts is None and isinstance(language, Words):  # the tiny checkpoint knows the words of its own language alone
+        for i in range(PASSAGES):
+            samples[f"text/{i}"] = TASKS["text"].make(language, np.random.default_rng([0, i]), length, 0.5)
+    else:
+        for kind, ids in tokenized(checkpoint, read_kinds(texts), length).items():
+            samples[kind] = Sample(ids, len(ids) // 2, list(range(len(ids) // 2, len(ids) - 1)))
+    facts = fact_passages(checkpoint, length * 7 // 8, PASSAGES)
+    return samples | {f"recall/{i}": asked_and_answered(passage) for i, passage in enumerate(facts)}
 
 
 def asked_and_answered(passage: Passage) -> Sample:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvexport.errors import UsageError
 from kvexport.evaluate.language import Ids
-from kvexport.files import json_digest
 from kvexport.language.tokenizer import FILE_NAME, Tokenizer
 from kvexport.paths import PACKAGE, TEXT
 
@@ -27,16 +25,6 @@ LENGTH = 1024  # the most tokens of a text
 SHORTEST = 256  # a shorter text has too few tokens for caches of several budgets
 
 
-@dataclass(frozen=True)
-class KindOfText:
-    kind: str
-    ids: Ids  # token ids, with the tokenizer's start tokens
-
-    @property
-    def digest(self) -> str:
-        return json_digest(self.ids)[:16]
-
-
 def read_kinds(folder: Path | None = None) -> dict[str, str]:
     """Return the calibration text of every kind by the kind's name: kvexport's own, or the text files of a folder."""
     if folder is None:
@@ -50,11 +38,11 @@ def read_kinds(folder: Path | None = None) -> dict[str, str]:
         raise UsageError(f"a file of {folder} cannot be read: {error}", "--texts FOLDER with UTF-8 files") from error
 
 
-def tokenized(checkpoint: Path, kinds: Mapping[str, str], length: int = LENGTH) -> list[KindOfText]:
+def tokenized(checkpoint: Path, kinds: Mapping[str, str], length: int = LENGTH) -> dict[str, Ids]:
     """Return the beginning of every calibration text as at most `length` token ids."""
     if not (checkpoint / FILE_NAME).is_file():
         raise UsageError(f"{checkpoint} has no {FILE_NAME}, without which no text can be read", "put it there")
-    tokenizer, texts = Tokenizer.from_folder(checkpoint), []
+    tokenizer, texts = Tokenizer.from_folder(checkpoint), dict[str, Ids]()
     start = tokenizer.encode("")
     for kind, text in kinds.items():
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -67,5 +55,5 @@ def tokenized(checkpoint: Path, kinds: Mapping[str, str], length: int = LENGTH) 
             raise UsageError(
                 f"the text '{kind}' has {len(ids)} tokens, expected at least {SHORTEST}", "a longer text of this kind"
             )
-        texts.append(KindOfText(kind, [*start, *ids][:length]))
+        texts[kind] = [*start, *ids][:length]
     return texts

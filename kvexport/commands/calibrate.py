@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvexport.commands.options import HtmlOption, JsonOption, RecipeOption, SetOption
-from kvexport.commands.output import print_result, read_text, require_folder, write_page
+from kvexport.commands.output import print_result, require_folder, write_page
 
 
 def calibrate(
@@ -20,31 +20,9 @@ def calibrate(
             min=128, max=2**31 - 1, help="The tokens of a text. [default: about 1000, if the recipe has room]"
         ),
     ] = None,
-    passages: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="The number of texts of each task but kinds; for recall with six questions each.",
-        ),
-    ] = 2,
-    seed: Annotated[int, typer.Option(min=0, help="The seed of the texts.")] = 0,
-    text: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Take texts from this file, not from Python's manual or library."),
-    ] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B",
-            help="Kinds (several kinds of text), recall, or tasks of kvexport eval. [default: kinds,recall]",
-        ),
-    ] = None,
     texts: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Take a kind of text from each .txt or .md file of this folder.",
-        ),
+        typer.Option(metavar="FOLDER", help="Take a kind of text from each .txt or .md file of this folder."),
     ] = None,
     as_json: JsonOption = False,
     html: HtmlOption = None,
@@ -57,18 +35,7 @@ def calibrate(
     from kvexport.terminal import show
 
     require_folder(html)
-    source = None if text is None else read_text(text)
-    calibration = calibrate_heads(
-        recipe,
-        overrides or (),
-        length=length,
-        passages=passages,
-        seed=seed,
-        text=source,
-        texts=texts,
-        tasks=tasks and [word.strip() for word in tasks.split(",")],
-        progress=show,
-    )
+    calibration = calibrate_heads(recipe, overrides or (), length=length, texts=texts, progress=show)
     if html is not None:
         write_page(html, f"Calibration of {calibration.recipe}", "Cache budgets by measurement", calibration.sections())
     print_result(as_json, calibration.to_json, calibration.sections)

@@ -11,7 +11,6 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from kvexport.backends import all_backends, packages
 from kvexport.commands.options import JsonOption
 from kvexport.commands.output import print_result
 from kvexport.machine import machine_memory, read_system_file
-from kvexport.packages import VERBS, PackageState, installed_bytes, needs, package_state, with_requirements
+from kvexport.packages import VERBS, PackageState, needs, package_state
 from kvexport.units import format_bytes
 from kvexport.version import __version__
 
@@ -30,19 +29,7 @@ if TYPE_CHECKING:
     from kvexport.backends.base import Diagnosis as BackendDiagnosis
     from kvexport.report.sections import Section
 
-FLAGS = (
-    "avx2",
-    "fma",
-    "f16c",
-    "avx512f",
-    "avx512_vnni",
-    "avx512_bf16",
-    "avx512_fp16",
-    "amx_tile",
-    "asimd",
-    "asimdhp",
-    "sve",
-)
+FLAGS = "avx2 fma f16c avx512f avx512_vnni avx512_bf16 avx512_fp16 amx_tile asimd asimdhp sve"
 
 
 def doctor(as_json: JsonOption = False) -> None:
@@ -58,22 +45,10 @@ def doctor(as_json: JsonOption = False) -> None:
 
 @dataclass
 class Diagnosis:
-    """The result of `kvexport doctor`: packages, devices, memory and disk of this machine.
-
-    Attributes:
-        verbs: For each command of kvexport, the packages that it lacks; empty if the command works.
-        backends: The diagnosis of each backend (ONNX Runtime, TensorRT).
-        sizes: Bytes on disk of the packages that each extra of kvexport adds. The entry `run` is kvexport without an
-            extra.
-        memory: Memory in bytes; 0 if unknown.
-        disk: Free disk space in bytes; 0 if unknown.
-    """
-
     packages: list[PackageState]
-    verbs: dict[str, list[str]]
+    verbs: dict[str, list[str]]  # for each command, the packages that it lacks
     backends: list[BackendDiagnosis]
     system: dict[str, Any]
-    sizes: dict[str, int] = field(default_factory=dict)
     gpus: list[str] = field(default_factory=list)
     gpu_problem: str = ""
 
@@ -94,7 +69,6 @@ class Diagnosis:
             **{key: value for backend in self.backends for key, value in backend.data.items()},
             "gpu": gpu,
             "packages": packages,
-            "installed_bytes": self.sizes,
             "verbs": verbs,
         }
 
@@ -119,13 +93,9 @@ class Diagnosis:
             [_package_row(p, self.gpu_problem) for p in self.packages],
         )
         verbs = {verb: "works" if not lacks else f"lacks {', '.join(lacks)}" for verb, lacks in self.verbs.items()}
-        sizes = {
-            extra: f"{'' if extra == 'run' else '+ '}{format_bytes(size)}" for extra, size in self.sizes.items() if size
-        }
         return [
             KeyValues("Machine", machine),
             table,
-            KeyValues("Installed packages on disk, requirements included", sizes),
             KeyValues("Verbs", verbs),
             Paragraph(self.verdict),
         ]
@@ -170,16 +140,7 @@ def diagnose() -> Diagnosis:
         for lacks in verbs.values():
             lacks += backend.lacks
     gpus, gpu_problem = _gpus()
-    return Diagnosis(states, verbs, diagnoses, _system(), _sizes(states), gpus, gpu_problem)
-
-
-def _sizes(states: Sequence[PackageState]) -> dict[str, int]:
-    extras: dict[str, list[str]] = {"run": []}
-    for state in states:
-        extras.setdefault(state.package.extra, []).append(state.package.name)
-    run = with_requirements(extras.pop("run"))
-    added = {extra: installed_bytes(with_requirements(names) - run) for extra, names in extras.items()}
-    return {"run": installed_bytes(run), **added}
+    return Diagnosis(states, verbs, diagnoses, _system(), gpus, gpu_problem)
 
 
 def _package_row(state: PackageState, gpu_problem: str) -> tuple[str, str, str, str, str]:
@@ -214,7 +175,7 @@ def _system() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": model,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        "instructions": [flag for flag in FLAGS if flag in flags],
+        "instructions": [flag for flag in FLAGS.split() if flag in flags],
         "memory": memory,
         "memory_available": available,
         "disk_free": shutil.disk_usage(Path.cwd()).free,

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from kvexport.commands.options import HtmlOption, JsonOption, RecipeOption, SetOption
 from kvexport.commands.output import print_result, read_text, require_folder, write_page
-
-if TYPE_CHECKING:
-    from kvexport.evaluate.result import Options
-    from kvexport.evaluate.suites import Item
 
 
 def evaluate(
@@ -26,7 +22,7 @@ def evaluate(
         str, typer.Option(metavar="1/8,64", help="The budgets, as shares of the length or as slots.")
     ] = "1/8,1/4,1/2",
     tasks: Annotated[
-        str | None, typer.Option(metavar="A,B", help="The tasks. [default: all: needle, ..., text, stability]")
+        str | None, typer.Option(metavar="A,B", help="The tasks. [default: all: needle, ..., decoded]")
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="The samples per task and length.")] = 40,
     length: Annotated[
@@ -35,14 +31,8 @@ def evaluate(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The seed of the tasks.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="The sequences that run at once.")] = 8,
-    training_length: Annotated[
-        int | None, typer.Option(min=1, help="The length that `stability` multiplies. [default: the model's positions]")
-    ] = None,
     text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Measure on this text in place of Python's library.")
-    ] = None,
-    longbench: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The folder of LongBench's data and config.")
     ] = None,
     ruler: Annotated[Path | None, typer.Option(metavar="DIR", help="The folder of RULER's prepared tasks.")] = None,
     against: Annotated[
@@ -55,56 +45,36 @@ def evaluate(
     as_json: JsonOption = False,
     html: HtmlOption = None,
 ) -> None:
-    """Compare methods at equal bytes: recall, perplexity, distance to the full cache, stability."""
+    """Compare methods at equal bytes: recall, perplexity and distance to the full cache."""
     require_folder(html)
     from kvexport.packages import require
 
     require("eval")
+    from kvexport.evaluate.result import Options
     from kvexport.evaluate.runner import evaluate as measure
     from kvexport.evaluate.sections import sections
+    from kvexport.evaluate.settings import parse_budgets
+    from kvexport.evaluate.suites import read_ruler
+    from kvexport.evaluate.tasks import TASKS
     from kvexport.terminal import say, show
 
-    shared: dict[str, Any] = {
-        "samples": samples,
-        "length": length,
-        "seed": seed,
-        "batch": batch,
-        "training_length": training_length,
-        "against": against,
-    }
-    options = make_options(methods, budgets, tasks, text, longbench, ruler, **shared)
+    suites = {} if ruler is None else read_ruler(ruler)
+    options = Options(
+        methods=_words(methods),
+        budgets=tuple(parse_budgets(budgets)),
+        tasks=_words(tasks) if tasks is not None else () if suites else tuple(TASKS),
+        samples=samples,
+        length=length,
+        seed=seed,
+        batch=batch,
+        source=None if text is None else read_text(text),
+        suites=suites,
+        against=against,
+    )
     result = measure(recipe, overrides or (), options, work, show, say)
     if html is not None:
         write_page(html, f"Evaluation of {result.recipe}", "Methods at equal bytes", sections(result))
     print_result(as_json, result.to_json, lambda: sections(result))
-
-
-def make_options(
-    methods: str,
-    budgets: str,
-    tasks: str | None,
-    text: Path | None,
-    longbench: Path | None,
-    ruler: Path | None,
-    **numbers: Any,
-) -> Options:
-    from kvexport.evaluate.result import ALL_TASKS, Options
-    from kvexport.evaluate.settings import parse_budgets
-    from kvexport.evaluate.suites import read_longbench, read_ruler
-
-    suites: dict[str, list[Item]] = {}
-    for folder, read in ((longbench, read_longbench), (ruler, read_ruler)):
-        if folder is not None:
-            suites |= read(folder)
-    names = _words(tasks) if tasks is not None else () if suites else ALL_TASKS
-    return Options(
-        methods=_words(methods),
-        budgets=tuple(parse_budgets(budgets)),
-        tasks=names,
-        source=None if text is None else read_text(text),
-        suites=suites,
-        **numbers,
-    )
 
 
 def _words(text: str) -> tuple[str, ...]:

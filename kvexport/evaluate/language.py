@@ -28,14 +28,16 @@ class Language(Protocol):
 
     names: tuple[str, ...]  # distinct words that a fact can be about
     things: tuple[str, ...]  # distinct words that a fact can assign to a name
-    lacks: frozenset[str]  # names of evaluation tasks that this language cannot express
     start: Ids  # the beginning of a sequence
 
     def fact(self, name: str, thing: str) -> Ids: ...
 
-    def alias(self, name: str, other: str) -> Ids: ...
+    def ask(self, kind: str, name: str, answer: str) -> tuple[Ids, Ids]:
+        """Return a question about a name, and its answer.
 
-    def ask(self, kind: str, name: str, answer: str) -> tuple[Ids, Ids]: ...
+        The kind "one" asks for the thing of a name that has one, "mostly" for the thing that is stated most often.
+        """
+        ...
 
     def filler(self, rng: np.random.Generator, count: int) -> list[Ids]:
         """Return sentences or lines without facts, in order, that have exactly `count` tokens in all."""
@@ -52,23 +54,13 @@ class Language(Protocol):
 class Words:
     """The wording of evaluation tasks for the tiny checkpoint: facts are `NAME THING .` and questions are `? NAME`."""
 
-    lacks = frozenset({"multivalue", "tracking", "counting"})
     names, things, start = tiny.NAMES, tiny.THINGS, [tiny.BOS]
 
     def fact(self, name: str, thing: str) -> Ids:
         return [tiny.IDS[name], tiny.IDS[thing], tiny.STOP]
 
-    def alias(self, name: str, other: str) -> Ids:
-        raise ValueError("the tiny checkpoint knows no aliases")
-
     def ask(self, kind: str, name: str, answer: str) -> tuple[Ids, Ids]:
-        """Return the token ids of a question about a name, and those of its answer.
-
-        The kind "one" asks for the thing of a name that has one, "mostly" for the thing that is stated most often. In
-        the tiny checkpoint's language both are the same question.
-        """
-        if kind not in ("one", "mostly"):
-            raise ValueError(f"the tiny checkpoint cannot be asked {kind!r}")
+        """Return a question, which is the same for both kinds in the tiny checkpoint's language, and its answer."""
         return [tiny.ASK, tiny.IDS[name]], [tiny.IDS[answer]]
 
     def filler(self, rng: np.random.Generator, count: int) -> list[Ids]:
@@ -80,13 +72,11 @@ class Words:
         return ids, [i - 1 for i, label in enumerate(labels) if label not in (tiny.IGNORE, tiny.EOS)]
 
 
-_ASKED = {"one": "# {}", "chain": "# {}", "every": "# every {}", "mostly": "# mostly {}", "count": "# count {}"}
+_ASKED = {"one": "# {}", "mostly": "# mostly {}"}
 
 
 class Text:
     """The wording of evaluation tasks for text models: facts are comments `# NAME THING` between lines of source."""
-
-    lacks: frozenset[str] = frozenset()
 
     def __init__(self, tokenizer: Tokenizer, source: str | None = None) -> None:
         self._tokenizer = tokenizer
@@ -113,9 +103,6 @@ class Text:
 
     def fact(self, name: str, thing: str) -> Ids:
         return self._continue(f"# {name} {thing}\n")
-
-    def alias(self, name: str, other: str) -> Ids:
-        return self._continue(f"# {name} {other}\n")
 
     def ask(self, kind: str, name: str, answer: str) -> tuple[Ids, Ids]:
         question_text = _ASKED[kind].format(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,6 @@ from kvexport.engine.engine import Engine
 from kvexport.errors import UsageError
 from kvexport.evaluate.reference import Logs, Reference, Writer, log_softmax
 from kvexport.evaluate.tasks import Sample
-from kvexport.plan.cache import stored_rows
 
 Rows = NDArray[np.float32]  # logits [evaluated positions, vocabulary]
 BLOCK = 16  # rows of logits compared at once: 6 MB in float64 for a vocabulary of 50,000
@@ -130,72 +128,3 @@ def run_samples(
         outcomes += [judge.outcome() for judge in judges]
         advance(len(batch_samples))
     return outcomes
-
-
-def step_seconds(engine: Engine, length: int, steps: int = 24) -> float:
-    """Return the median seconds of a decode step of one sequence after `length` tokens, merges included."""
-    lanes = engine.lanes(1)
-    lanes.prefill([np.arange(length, dtype=np.int64) % engine.vocabulary])
-    token = [np.array([1], dtype=np.int64)]
-    spans = []
-    for _ in range(3):
-        start = time.perf_counter()
-        for _ in range(steps):
-            lanes.append(token)
-        spans.append((time.perf_counter() - start) / steps)
-    return float(np.median(spans))
-
-
-@dataclass(frozen=True)
-class Window:
-    """The figures of one interval of a very long sequence, in a test of stability."""
-
-    end: int  # number of tokens of the sequence at the end of the interval
-    nll: float  # mean -ln p over the interval's evaluated positions, in nats
-    key_norm: float  # largest norm of a cached key at the end of the interval
-    finite: bool  # whether every logit and the whole state were finite
-
-
-def run_long(
-    engine: Engine, ids: Sequence[int], counted: Sequence[int], window: int, decoded: int = 64
-) -> list[Window]:
-    """Run one very long sequence on an engine in chunks, its last `decoded` tokens one by one, to test stability."""
-    lanes = engine.lanes(1)
-    tokens = np.array(ids, dtype=np.int64)
-    predicted = np.zeros(len(tokens), dtype=bool)
-    predicted[list(counted)] = True
-    windows: list[Window] = []
-    losses: list[float] = []
-    finite, start = True, 0
-    while start < len(tokens) - 1:
-        left = len(tokens) - decoded - start
-        # A chunk must not cross the end of a window.
-        size = min(lanes.prefill_chunk, left, window - start % window) if left > 0 else 1
-        logits = lanes.append([tokens[start : start + size]], prefill=left > 0)[0]
-        finite &= bool(np.isfinite(logits).all())
-        rows = np.flatnonzero(predicted[start : start + size])
-        losses += (-log_softmax(logits[rows])[np.arange(len(rows)), tokens[start + rows + 1]]).tolist()
-        start += size
-        if start % window == 0 or start >= len(tokens) - 1:
-            norm, whole = _state_of(lanes.state.get_state())  # type: ignore[attr-defined]
-            windows.append(Window(start, float(np.mean(losses)) if losses else float("nan"), norm, finite and whole))
-            losses.clear()
-    return windows
-
-
-def _state_of(state: dict[str, NDArray[np.float32]]) -> tuple[float, bool]:
-    """Return the largest norm of a key in the KV cache, and whether all numbers in occupied slots are finite."""
-    largest, finite = 0.0, True
-    for name, votes in state.items():
-        if not name.endswith(".votes"):
-            continue
-        used = votes > 0
-        rows = []
-        for kind in (".key", ".value"):
-            scale = state.get(name.replace(".votes", f"{kind}_scale"))  # int8 and int4 caches have scales
-            stored = state[name.replace(".votes", kind)][used]
-            rows.append(stored_rows(stored, None if scale is None else scale[used]).astype(np.float64))
-        keys, values = rows
-        largest = max(largest, float(np.linalg.norm(keys, axis=-1).max(initial=0.0)))
-        finite &= bool(np.isfinite(keys).all() and np.isfinite(values).all() and np.isfinite(votes).all())
-    return largest, finite

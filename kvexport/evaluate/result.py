@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import math
+import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from kvexport.evaluate.measure import Window
-from kvexport.evaluate.statistics import Estimate, mean
-from kvexport.evaluate.suites import Item
-from kvexport.evaluate.tasks import TASKS
+import numpy as np
+from pydantic import TypeAdapter
 
-STABILITY = "stability"
-ALL_TASKS = (*TASKS, STABILITY)
+from kvexport.errors import UsageError
+from kvexport.evaluate.measure import Outcome
+from kvexport.evaluate.statistics import Estimate, mean, share
+from kvexport.evaluate.suites import Item
+from kvexport.evaluate.tasks import TASKS, Sample
+from kvexport.files import json_digest, write_file
+
 KL, ACCURACY = "kl", "accuracy"
 
 
@@ -21,20 +28,17 @@ class Options:
     # Labels of methods such as "keepkv:threshold=0.7"; () for streaming, h2o and the recipe's own method
     methods: tuple[str, ...] = ()
     budgets: tuple[float, ...] = (0.125, 0.25, 0.5)  # shares of `length`, or numbers of slots
-    tasks: tuple[str, ...] = ALL_TASKS
+    tasks: tuple[str, ...] = tuple(TASKS)
     samples: int = 40  # number of samples for each task and length
     # Tokens of a prompt; None for half of the recipe's limits.max_length, or for all of it with benchmark suites
     length: int | None = None
     seed: int = 0
     batch: int = 8
-    # The length on which the model was trained; None for the model's maximum of positions
-    training_length: int | None = None
     source: str | None = None  # text that samples are made from
-    suites: dict[str, list[Item]] = field(default_factory=dict)  # items of LongBench or RULER, by data set
+    suites: dict[str, list[Item]] = field(default_factory=dict)  # items of RULER, by task
     # The label of the method with which paired differences compare the others; None for the recipe's own method, or for
     # the last label if the recipe's method is not compared
     against: str | None = None
-    timed: bool = True  # whether to measure the time of a decode step
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,7 @@ class Result:
     budget: float | None  # budget as the user wrote it; None for the full cache
     slots: int
     bytes: int  # bytes of the whole state of one sequence
-    step_seconds: float | None  # seconds of one decode step of one sequence at the run's length; None if not measured
     scores: dict[str, Score] = field(default_factory=dict)
-    windows: list[Window] = field(default_factory=list)  # intervals of the stability run; empty without one
 
 
 @dataclass(frozen=True)
@@ -97,11 +99,9 @@ class Evaluation:
     length: int
     seed: int
     samples: int
-    training_length: int
     full: Result  # result of the full cache; its bytes are those of `length` tokens
     results: list[Result]
     tasks: list[str]  # tasks that the user chose
-    skipped: dict[str, str]  # tasks that could not run, each with the reason
     against: str = ""
     differences: list[Difference] = field(default_factory=list)  # paired differences of all other methods to `against`
 
@@ -141,3 +141,48 @@ def line(result: Result) -> str:
 
 def named(result: Result) -> str:
     return result.label if result.budget is None else f"{result.label}, {result.slots} slots"
+
+
+def score_of(task: str, samples: Sequence[Sample], outcomes: Sequence[Outcome], compared: bool) -> Score:
+    every: dict[str, tuple[float, ...]] = {"nll": tuple(o.nll for o in outcomes)}
+    score = Score(task, nll=mean(every["nll"]), samples=every)
+    if TASKS[task].exact:
+        every[ACCURACY] = tuple(float(o.right) for o in outcomes)
+        keys = [(int(s.cell["length"]), s.cell.get("depth", math.nan)) for s in samples]
+        answers: dict[tuple[int, float], list[bool]] = {}
+        for key, outcome in zip(keys, outcomes, strict=True):
+            answers.setdefault(key, []).append(outcome.right)
+        cells = (
+            tuple(Cell(*key, sum(hits), len(hits)) for key, hits in sorted(answers.items()))
+            if TASKS[task].depths != (0.5,)
+            else ()
+        )
+        score = replace(score, accuracy=share(sum(o.right for o in outcomes), len(outcomes)), cells=cells)
+    if not compared:
+        return score
+    every[KL] = tuple(float(o.kl.mean()) for o in outcomes)
+    positions = np.concatenate([o.kl for o in outcomes])
+    agreement = float(np.concatenate([o.agrees for o in outcomes]).mean())
+    return replace(score, kl=mean(every[KL]), kl_99=float(np.quantile(positions, 0.99)), agreement=agreement)
+
+
+def read_result(path: Path, key: str) -> Result | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        whole = content["sha256"] == json_digest([content["key"], content["result"]])
+        result = TypeAdapter(Result).validate_python(content["result"]) if whole else None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        whole = False
+    if not whole:
+        raise UsageError(
+            f"{path} is damaged: its digest does not match",
+            f"rm {shlex.quote(str(path))}, and the setting is measured again",
+        )
+    return result if content["key"] == key else None
+
+
+def write_result(path: Path, key: str, result: Result) -> None:
+    values = json.loads(json.dumps(asdict(result)))  # tuples become lists, as in the file
+    write_file(path, json.dumps({"key": key, "sha256": json_digest([key, values]), "result": values}, indent=1))

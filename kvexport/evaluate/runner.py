@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import math
 import shutil
 import tempfile
 import time
@@ -15,26 +14,25 @@ from typing import TYPE_CHECKING, Any
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.errors import UsageError
-from kvexport.evaluate.kept import read_result, write_result
 from kvexport.evaluate.language import language_of
-from kvexport.evaluate.measure import Window, run_long, run_samples, step_seconds
+from kvexport.evaluate.measure import run_samples
 from kvexport.evaluate.reference import Reference, References, Writer, needed_bytes, require_space
 from kvexport.evaluate.result import (
     ACCURACY,
-    ALL_TASKS,
-    STABILITY,
     Evaluation,
     Options,
     Result,
     Score,
     line,
     paired,
+    read_result,
+    score_of,
+    write_result,
 )
-from kvexport.evaluate.scores import score_of
-from kvexport.evaluate.settings import FULL, Setting, equal_bytes, load_setting, longer_checkpoint
+from kvexport.evaluate.settings import FULL, Setting, equal_bytes, load_setting
 from kvexport.evaluate.statistics import mean
 from kvexport.evaluate.suites import run_items
-from kvexport.evaluate.tasks import TASKS, Sample, long_text
+from kvexport.evaluate.tasks import TASKS, Sample
 from kvexport.files import PART, json_digest
 from kvexport.language.tokenizer import FILE_NAME, Tokenizer
 from kvexport.plan.planner import plan_cache
@@ -47,8 +45,6 @@ from kvexport.version import __version__
 if TYPE_CHECKING:
     from kvexport.export.weights.write import SharedWeights
 
-TIMES = 20  # tokens of the task `stability`, as a multiple of the training length
-TIMED = 96  # tokens of room for the decode steps that are timed
 LONG = 120  # seconds; a longer run prints a hint about the option --work
 Show = Callable[[str, int | None], Progress]
 Tell = Callable[[str], None]
@@ -100,26 +96,21 @@ class Run:
 
         self.recipe, self.options, self.folder, self.progress = recipe, options, folder, progress
         self.tell, self.kept = tell, kept
-        if unknown := [name for name in options.tasks if name not in ALL_TASKS]:
-            raise UsageError(f"unknown task {unknown[0]!r}", f"--tasks {','.join(ALL_TASKS)}")
+        if unknown := [name for name in options.tasks if name not in TASKS]:
+            raise UsageError(f"unknown task {unknown[0]!r}", f"--tasks {','.join(TASKS)}")
         own = load_recipe(recipe, overrides).recipe
         with progress("reading the checkpoint", None):
             shape = read_model(own)
-        self.source = shape.checkpoint
-        self.checkpoint: Path = shape.checkpoint.path
         config = shape.model.config.get_text_config()
         positions = getattr(config, "max_position_embeddings", None)
         limit = min(own.limits.max_length, positions or own.limits.max_length)  # limits.max_length may be unlimited
         self.length = options.length or (limit if options.suites else limit // 2)
-        self.training_length = options.training_length or int(positions or self.length)
-        tokenizer = Tokenizer.from_folder(self.checkpoint) if (self.checkpoint / FILE_NAME).exists() else None
+        checkpoint: Path = shape.checkpoint.path
+        tokenizer = Tokenizer.from_folder(checkpoint) if (checkpoint / FILE_NAME).exists() else None
         self.language = language_of(tokenizer, options.source)
-        self.skipped = {
-            task: "this model's language cannot ask it" for task in options.tasks if task in self.language.lacks
-        }
         self.samples = self._samples()
         longest = max([len(s.ids) for samples in self.samples.values() for s in samples], default=0)
-        longest = max(longest, limit if options.suites else 0, self.length + TIMED)
+        longest = max(longest, limit if options.suites else 0, self.length)
         # Recipe settings that every engine of this run shares
         self.common = [
             *overrides,
@@ -137,61 +128,36 @@ class Run:
         self._vocabulary = int(config.vocab_size)
         self._shared: dict[str, SharedWeights] = {}
         self._seconds: list[float] = []  # seconds of each setting measured in this run
-        self._long: list[Setting] = []  # settings for which the task `stability` has yet to run
         stated = {
-            name: [(i.prompt, i.prefix, i.max_new_tokens, i.stops) for i in items]
-            for name, items in options.suites.items()
+            name: [(i.prompt, i.prefix, i.max_new_tokens) for i in items] for name, items in options.suites.items()
         }
-        stable = self.training_length if STABILITY in options.tasks else 0
-        self._conditions = [
-            self._of_samples(*self.samples),
-            stated,
-            self.length,
-            options.timed,
-            stable,
-        ]
+        self._conditions = [self._of_samples(*self.samples), stated, self.length]
 
     def _samples(self) -> dict[str, list[Sample]]:
         samples = {}
         for name in self.options.tasks:
-            if name in TASKS and name not in self.skipped:
-                try:
-                    samples[name] = TASKS[name].samples(
-                        self.language, self.options.samples, self.length, self.options.seed
-                    )
-                except ValueError as error:
-                    raise UsageError(
-                        f"the task {name} at a length of {self.length}: {error}", "--length with more tokens"
-                    ) from error
+            try:
+                samples[name] = TASKS[name].samples(self.language, self.options.samples, self.length, self.options.seed)
+            except ValueError as error:
+                problem = f"the task {name} at a length of {self.length}: {error}"
+                raise UsageError(problem, "--length with more tokens") from error
         return samples
 
     def all(self) -> Evaluation:
-        smallest = min((setting.budget for setting in self.settings), default=0.0)
-        stable = [s for s in self.settings if STABILITY in self.options.tasks and s.budget == smallest]
-        self._long = [setting for setting in stable if not self._place(setting)[0].exists()]
         full = self.full()
         self._report(full, self.settings)
         results = []
         for n, setting in enumerate(self.settings, 1):
             results.append(self.measure(setting))
             self._report(results[-1], self.settings[n:])
-        for setting, result in zip(self.settings, results, strict=True):
-            if setting in stable and not result.windows:
-                result.windows = self.stability(result.label, result.slots)
-                write_result(*self._place(setting), result)
-                losses = [window.nll for window in result.windows if not math.isnan(window.nll)]
-                end = f"{losses[0]:.3g} in the first window, {losses[-1]:.3g} in the last" if losses else "not measured"
-                self.tell(f"{result.label} over {result.windows[-1].end} tokens: loss {end}")
         return Evaluation(
             self.recipe,
             self.length,
             self.options.seed,
             self.options.samples,
-            self.training_length,
             full,
             results,
             [*self.samples, *self.options.suites],
-            self.skipped,
             self.against,
             paired(results, self.against),
         )
@@ -251,29 +217,12 @@ class Run:
     def _report(self, result: Result, rest: Sequence[Setting]) -> None:
         left = [setting for setting in rest if not self._place(setting)[0].exists()]
         text = line(result)
-        if (left or self._long) and self._seconds:
-            length = TIMES * self.training_length
-            read = sum(len(sample.ids) for samples in self.samples.values() for sample in samples)
-            seconds = self._seconds[-1] * (len(left) + (len(self._long) * length / read if read else 0))
-            text += f"; {len(left)} of {len(self.settings)} to go"
-            text += f" and {len(self._long)} over {length} tokens" if self._long else ""
-            text += f", about {format_seconds(seconds)}"
+        if left and self._seconds:
+            seconds = self._seconds[-1] * len(left)
+            text += f"; {len(left)} of {len(self.settings)} to go, about {format_seconds(seconds)}"
             if result.budget is None and seconds > LONG and not self.kept:
                 text += " (with --work DIR a run that was killed goes on)"
         self.tell(text)
-
-    def stability(self, label: str, slots: int | None) -> list[Window]:
-        """Run a method over a text of TIMES times the training length, and return its figures by interval."""
-        length = TIMES * self.training_length
-        self.source.require_folder("the task stability")
-        longer = longer_checkpoint(self.checkpoint, self.folder / "longer", length)
-        ids, counted = long_text(self.language, length, self.options.seed)
-        common = [*self.common, f"model.path={longer}", f"limits.max_length={length}", "limits.max_batch=1"]
-        name = f"{label} over {length} tokens"
-        with self.progress(f"building {name}", None):
-            engine = self._engine(f"{label}-long", load_setting(self.recipe, label, slots, common))
-        with self.progress(name, None):
-            return run_long(engine, ids, counted, self.training_length)
 
     def _engine(self, name: str, recipe: Recipe) -> Engine:
         from kvexport.export.build import build, share_weights
@@ -288,8 +237,7 @@ class Run:
         start, name = time.monotonic(), _name(setting)
         with self.progress(f"building {name}", None):
             engine = self._engine(name, setting.recipe)
-        seconds = step_seconds(engine, self.length) if self.options.timed else None
-        result = Result(setting.label, budget, setting.slots, setting.bytes, seconds)
+        result = Result(setting.label, budget, setting.slots, setting.bytes)
         suites = self.options.suites
         total = sum(map(len, self.samples.values())) + sum(map(len, suites.values()))
         with self.progress(f"asking {name}", total) as bar:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from kvexport.evaluate.result import KL, Evaluation, Result, named
-from kvexport.evaluate.runner import TIMES
 from kvexport.evaluate.statistics import Estimate
 from kvexport.evaluate.tasks import TASKS
-from kvexport.report.sections import Cell, HeatMap, KeyValues, Paragraph, Plot, Section, Series, Table
+from kvexport.report.sections import Cell, KeyValues, Paragraph, Plot, Section, Series, Table
 from kvexport.units import format_bytes
 
 
 def sections(evaluation: Evaluation) -> list[Section]:
-    parts = (_summary, _tables, _curves, _needles, _stability)
+    parts = (_summary, _tables, _curves, _needles)
     return [section for part in parts for section in part(evaluation)]
 
 
@@ -28,15 +27,10 @@ def _summary(evaluation: Evaluation) -> list[Section]:
         "full cache": f"{format_bytes(full.bytes)} for {full.slots} tokens",
         "intervals": "95 %: Wilson's for accuracies, bootstrap over samples for means",
     }
-    for task, why in evaluation.skipped.items():
-        mapping[f"skipped: {task}"] = why
     summaries = [f"{task}: {TASKS[task].summary}" for task in evaluation.tasks if task in TASKS]
-    rows = [
-        (named(r), r.budget, r.slots, r.bytes, r.bytes / full.bytes, _milliseconds(r))
-        for r in [full, *evaluation.results]
-    ]
-    header = ("method", "budget", "slots", "bytes per sequence", "of full", "ms per step")
-    note = "Methods of one budget have equal bytes: votes, scores, positions and slack counted. Time per step is rough."
+    rows = [(named(r), r.budget, r.slots, r.bytes, r.bytes / full.bytes) for r in [full, *evaluation.results]]
+    header = ("method", "budget", "slots", "bytes per sequence", "of full")
+    note = "Methods of one budget have equal bytes: votes, scores, positions and slack counted."
     return [KeyValues("Evaluation", mapping), Paragraph("\n\n".join(summaries)), Table("Methods", header, rows, note)]
 
 
@@ -116,35 +110,7 @@ def _curves(evaluation: Evaluation) -> list[Section]:
     for task in (t for t in evaluation.tasks if t in TASKS):
         title, kl = f"KL to the full cache: {task}", lambda r, t=task: r.scores[t].kl
         out.append(over_bytes(title, "KL, nats", kl, full=False, y_log=True))
-    timed = [r for r in [evaluation.full, *results] if r.step_seconds is not None]
-    if timed:
-        out.append(over_bytes("Time of a step", "ms per decode step", _step_time, y_also=(0.0,)))
-    if exact and timed:
-        labels = list(dict.fromkeys(r.label for r in results))
-        methods = [(label, [r for r in results if r.label == label]) for label in labels] + [
-            ("full", [evaluation.full])
-        ]
-        lines = [
-            Series(name, [_milliseconds(r) or 0.0 for r in rs], [_mean_accuracy(r, exact) for r in rs])
-            for name, rs in methods
-        ]
-        both = ("ms per decode step", "mean accuracy over tasks")
-        out.append(Plot("Accuracy against time", *both, lines, x_also=(0.0,), y_also=(0.0, 1.0)))
     return out
-
-
-def _mean_accuracy(result: Result, tasks: Sequence[str]) -> float:
-    values = [accuracy.value for t in tasks if (accuracy := result.scores[t].accuracy)]
-    return sum(values) / len(values)
-
-
-def _milliseconds(result: Result) -> float | None:
-    return None if result.step_seconds is None else 1e3 * result.step_seconds
-
-
-def _step_time(result: Result) -> Estimate | None:
-    milliseconds = _milliseconds(result)
-    return None if milliseconds is None else Estimate(milliseconds, milliseconds, milliseconds, 1)
 
 
 def _series(evaluation: Evaluation, figure: Callable[[Result], Estimate | None], full: bool) -> list[Series]:
@@ -156,59 +122,18 @@ def _series(evaluation: Evaluation, figure: Callable[[Result], Estimate | None],
     for label, results in methods:
         points = [(r.bytes, estimate) for r in results if (estimate := figure(r))]
         x, estimates = [float(b) for b, _ in points], [e for _, e in points]
-        lines.append(
-            Series(
-                label,
-                x,
-                [e.value for e in estimates],
-                [e.low for e in estimates],
-                [e.high for e in estimates],
-            )
-        )
+        bands = ([getattr(e, name) for e in estimates] for name in ("value", "low", "high"))
+        lines.append(Series(label, x, *bands))
     return lines
 
 
 def _needles(evaluation: Evaluation) -> list[Section]:
-    maps: list[Section] = []
+    tables: list[Section] = []
     for task in (t for t in evaluation.tasks if t in TASKS and len(TASKS[t].depths) > 1):
         for result in [evaluation.full, *evaluation.results]:
             cells = {(c.length, c.depth): c.right / c.samples for c in result.scores[task].cells}
             lengths, depths = sorted({length for length, _ in cells}), sorted({depth for _, depth in cells})
-            values = [[cells.get((length, depth)) for length in lengths] for depth in depths]
-            maps.append(
-                HeatMap(f"{task}: {named(result)}", "prompt, tokens", "depth", lengths, depths, values, 0.0, 1.0)
-            )
-    return maps
-
-
-def _stability(evaluation: Evaluation) -> list[Section]:
-    ran = [r for r in evaluation.results if r.windows]
-    if not ran:
-        return []
-    rows, finite = [], []
-    for i, r in enumerate(ran):
-        first, last = r.windows[0], r.windows[-1]
-        whole = all(w.finite for w in r.windows)
-        largest = max(w.key_norm for w in r.windows)
-        rows.append(
-            (
-                named(r),
-                last.end,
-                "yes" if whole else "NO",
-                first.nll,
-                last.nll,
-                first.key_norm,
-                largest,
-                largest / first.key_norm,
-            )
-        )
-        finite += [] if whole else [(i, 2)]
-    header = ("method", "tokens", "finite", "nll, first window", "nll, last", "key norm, first", "largest", "grown")
-    title = f"Stability over {TIMES} times {evaluation.training_length} tokens"
-    losses = [Series(r.label, [float(w.end) for w in r.windows], [w.nll for w in r.windows]) for r in ran]
-    norms = [Series(r.label, [float(w.end) for w in r.windows], [w.key_norm for w in r.windows]) for r in ran]
-    return [
-        Table(title, header, rows, f"A window is {evaluation.training_length} tokens.", frozenset(finite)),
-        Plot("Loss far past the training length", "tokens seen", "nll, nats", losses),
-        Plot("Largest key norm", "tokens seen", "norm", norms),
-    ]
+            rows = [[depth, *(cells.get((length, depth)) for length in lengths)] for depth in depths]
+            header = ("depth", *(f"{length} tokens" for length in lengths))
+            tables.append(Table(f"{task}: {named(result)}", header, rows, "Share of answers that are right."))
+    return tables

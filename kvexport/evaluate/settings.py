@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from kvexport.errors import UsageError
 from kvexport.plan.cache import CachePlan, LayerGeometry
@@ -101,27 +97,3 @@ def _fit(recipe: Recipe, slots: int, limit: int, geometry: Sequence[LayerGeometr
         recipe = recipe.model_copy(update={"cache": recipe.cache.model_copy(update={"budget": slots})})
         plan = _settled(recipe, geometry)
     return recipe, plan
-
-
-def longer_checkpoint(checkpoint: Path, folder: Path, positions: int) -> Path:
-    """Write a copy of a checkpoint whose config allows `positions` positions.
-
-    Files other than config.json are hard links if the file system allows it.
-    """
-    config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = str(scaling.get("rope_type", scaling.get("type", "default")))
-    if kind not in ("default", "linear", "llama3"):
-        raise UsageError(
-            f"the rotary embedding of {checkpoint} is {kind}, which depends on the length", "--tasks without stability"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in checkpoint.iterdir():
-        target = folder / path.name
-        if path.is_file() and path.name != "config.json" and not target.exists():
-            try:
-                os.link(path.resolve(), target)
-            except OSError:
-                target.write_bytes(path.read_bytes())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": positions}))
-    return folder

@@ -132,17 +132,6 @@ def multikey(language: Language, rng: np.random.Generator, length: int, depth: f
     return compose(language, rng, length, facts, language.ask("one", names[index], things[index]))
 
 
-@task("multivalue")
-def multivalue(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """Ask for all 3 values of one name, in order, among 5 other facts in filler text."""
-    names, things = _people(language, rng, 8)
-    facts = [language.fact(names[0] if i < 3 else names[i], thing) for i, thing in enumerate(things)]
-    order = np.sort(rng.permutation(8)[:3]).tolist()  # places of the three values among the eight statements
-    others = iter(facts[3:])
-    mixed = [facts[order.index(i)] if i in order else next(others) for i in range(8)]
-    return compose(language, rng, length, mixed, language.ask("every", names[0], ", ".join(things[:3])))
-
-
 @task("associative")
 def associative(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
     """Ask for one of as many facts as fit the prompt (at most 128), without filler text."""
@@ -155,17 +144,6 @@ def associative(language: Language, rng: np.random.Generator, length: int, depth
     return compose(language, rng, exact, facts, question)
 
 
-@task("tracking")
-def tracking(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """Ask for the fact at the end of a chain of two aliases, among two other chains."""
-    names, things = _people(language, rng, 9)
-    chains = [names[3 * i : 3 * i + 3] for i in range(3)]
-    statements = [language.fact(chain[0], thing) for chain, thing in zip(chains, things, strict=False)]
-    statements += [language.alias(chain[i], chain[i - 1]) for i in (1, 2) for chain in chains]
-    first, second, third = chains[0]
-    return compose(language, rng, length, statements, language.ask("chain", third, f"{second} {first} {things[0]}"))
-
-
 @task("duplicates")
 def duplicates(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
     """Ask for the more frequent of two things of one name: one is stated 5 times, the other 2 times."""
@@ -174,16 +152,6 @@ def duplicates(language: Language, rng: np.random.Generator, length: int, depth:
     facts += [language.fact(name, thing) for name, thing in zip(names[1:], things[2:], strict=False)]
     mixed = [facts[i] for i in rng.permutation(len(facts))]
     return compose(language, rng, length, mixed, language.ask("mostly", names[0], things[0]))
-
-
-@task("counting")
-def counting(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """Ask for the number of times that one fact was stated (1 to 6), among other facts stated 1 to 6 times."""
-    names, things = _people(language, rng, 4)
-    copies = rng.integers(1, 7, 4).tolist()
-    facts = [language.fact(name, thing) for name, thing, n in zip(names, things, copies, strict=True) for _ in range(n)]
-    mixed = [facts[i] for i in rng.permutation(len(facts))]
-    return compose(language, rng, length, mixed, language.ask("count", names[0], str(copies[0])))
 
 
 @task("text", exact=False)
@@ -198,18 +166,3 @@ def decoded(language: Language, rng: np.random.Generator, length: int, depth: fl
     """Predict the second half of a text, fed token by token, so that merges happen as in decoding."""
     ids, counted = language.text(rng, length)
     return Sample(ids, length // 2, [p for p in counted if p >= length // 2 - 1], {"length": float(length)})
-
-
-def long_text(language: Language, count: int, seed: int, piece: int = 1024) -> tuple[Ids, list[int]]:
-    """Return a sequence of `count` tokens from several texts, and the positions to evaluate.
-
-    The sequence measures the stability of a KV cache far beyond the model's training length.
-    """
-    ids: Ids = []
-    counted: list[int] = []
-    while len(ids) < count:
-        piece_ids, positions = language.text(np.random.default_rng([seed, len(ids)]), piece)
-        skip = len(language.start) if ids else 0
-        counted += [len(ids) - skip + p for p in positions if p >= skip]
-        ids += piece_ids[skip:]
-    return ids[:count], [p for p in counted if p < count - 1]

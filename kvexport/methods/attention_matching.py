@@ -53,25 +53,16 @@ class AttentionMatching(Fitting):
 
     @property
     def vote_exponent(self) -> float:
-        """The factor alpha of the attention bias ``alpha * ln(votes)``, 1: p votes attract attention like p keys."""
+        """The factor alpha of the bias ``alpha * ln(votes)``: 1."""
         return 1.0
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """The statistics of every slot: with ``after: ballot`` those of the method `ballot`.
-
-        With ``after: drop`` the attention of the stored recent queries ranks slots for eviction, so attention updates
-        no statistic.
-        """
+        """With ``after: ballot`` those of `ballot`; with ``after: drop`` the stored queries rank slots themselves."""
         return Ballot().own_statistics if self.after == "ballot" else (Statistic(),)
 
     def policy(self) -> MergePolicy:
-        """Return the rule of `attention_matching` as a merge policy, the data that native kernels run.
-
-        With ``after: drop`` the policy evicts the slots that recent queries attend to least, without a merge. With
-        ``after: ballot`` it evicts and merges like the method `ballot`. In both cases a fit of votes and values
-        follows. The setting `selector` may replace the choice of the evicted slots.
-        """
+        """Return the eviction that `after` names, followed by a fit of votes and values."""
         fit = replace(self.fit("votes_and_values"), vote_steps=self.steps, bias_max=self.bias_max)
         merge = Ballot().policy() if self.after == "ballot" else MergePolicy(select="attended", fit=fit)
         return self.selected(replace(merge, fit=fit))

@@ -54,28 +54,21 @@ class Ballot(Merging):
 
     @property
     def recent_receives(self) -> bool:
-        """Whether evicted slots may merge into slots of the recent window: always true for the method `ballot`."""
+        """Whether evicted slots may merge into slots of the recent window: true."""
         return True
 
     @property
     def vote_exponent(self) -> float:
-        """The factor alpha of the attention bias ``alpha * ln(votes)``, 1: p votes attract attention like p keys."""
+        """The factor alpha of the bias ``alpha * ln(votes)``: 1."""
         return 1.0
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """The two statistics of a slot: the sum of attention probabilities, and ln of the moving average of exp(logit).
-
-        The sum ranks slots for eviction, and the average gives the weights of merges.
-        """
+        """A sum of probabilities, which ranks slots, and an average of exp(logit), which weights merges."""
         return (Statistic("probability"), Statistic("log_ema", self.decay))
 
     def policy(self) -> MergePolicy:
-        """Return the rule of `ballot` as a merge policy, the data that native kernels run.
-
-        With ``order: least-error`` the slots of lowest mean attention probability are candidates, and the candidates
-        whose merge costs least are evicted. An evicted slot merges into the slot of the nearest key.
-        """
+        """Return the rule that evicts by merge error or by attention, and merges into the nearest key."""
         return self.selected(
             MergePolicy(
                 select="mean",

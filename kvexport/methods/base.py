@@ -45,10 +45,7 @@ class Method(BaseModel):
 
     @property
     def vote_exponent(self) -> float:
-        """The factor alpha of the bias ``alpha * ln(votes)`` that attention adds to a cache slot's logit; 0 by default.
-
-        The votes of a slot are the number of tokens that it stands for.
-        """
+        """The factor alpha of the bias ``alpha * ln(votes)`` that attention adds to a slot's logit; 0 by default."""
         return 0.0
 
     @property
@@ -58,10 +55,7 @@ class Method(BaseModel):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """The K statistics that attention updates for every cache slot.
-
-        The first statistic ranks slots for eviction, and the last gives the weights of merges.
-        """
+        """The K statistics that attention updates for a slot: the first ranks slots, the last weights merges."""
         return (Statistic(),)
 
     @property
@@ -82,11 +76,10 @@ class Method(BaseModel):
 
     @property
     def merges_values_as_keys(self) -> bool:
-        """Whether a merged key and a merged value are means with the same weights, and nothing else changes them.
+        """Whether merged keys and values are means with the same weights, and nothing else changes them.
 
-        In latent attention a value is a part of its key. Such a merge keeps the merged value that part of the merged
-        key, so that only keys are stored. By default the merge policy decides. For a method without a merge policy the
-        default is False.
+        In latent attention a value is a part of its key. Such a merge keeps it that part, so that only keys are stored.
+        By default the merge policy decides; without one the result is False.
         """
         policy = self.policy()
         if policy is None or policy.fit is not None:
@@ -96,39 +89,22 @@ class Method(BaseModel):
     def update(self, extra: tuple[Tensor, ...], new: NewTokens) -> tuple[Tensor, ...]:
         """Return the tensors of `extra_state` after one call of VoteAttention; by default unchanged.
 
-        Args:
-            extra: The tensors before the call. In tensors that have one row for each slot, the rows of slots that this
-                call appended are zero.
-            new: The tokens of the call. A sequence without real tokens must keep its tensors unchanged.
-
-        Returns:
-            The new tensors, in the order of `extra_state`.
+        Rows of slots that this call appended are zero in `extra`. A sequence without real tokens keeps its tensors.
         """
         return extra
 
     def policy(self) -> MergePolicy | None:
-        """Return the method's rule as a merge policy, or None if the method overrides `keep_score` or `merge`.
-
-        A merge policy is a rule as data: native kernels and the PyTorch code interpret it.
-        """
+        """Return the rule as data for kernels and PyTorch; None if `keep_score` or `merge` is overridden."""
         return None
 
     def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
-        """Return the keep score of every cache slot: slots of lowest score are evicted first, ties by lowest position.
-
-        By default the method's merge policy defines the score.
+        """Return the keep score [B, H, C] float32: slots of lowest score are evicted first, ties by lowest position.
 
         Args:
             slots: The layer's cache.
-            unprotected: [B, H, C] bool. True for occupied slots that are neither sinks nor recent. Scores of other
-                slots have no effect.
+            unprotected: [B, H, C] bool. True for occupied slots that are neither sinks nor recent; the scores of
+                others have no effect.
             count: The largest number of slots that a head evicts.
-
-        Returns:
-            [B, H, C] float32.
-
-        Raises:
-            NotImplementedError: If the method has neither a policy nor a `keep_score` of its own.
         """
         from kvexport.methods.primitives.select import keep_score
 
@@ -138,16 +114,10 @@ class Method(BaseModel):
         return keep_score(policy, slots, unprotected, count)
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
-        """Return a layer's KV cache after evicted slots have merged into kept ones.
+        """Return a layer's KV cache after evicted slots have merged into kept ones, by default as the policy says.
 
-        By default the method's merge policy defines the merge. A method without a merge policy drops evicted slots.
-
-        Args:
-            slots: The layer's cache before the eviction.
-            evicted: The slots that are evicted.
-
-        Returns:
-            The slots, evicted ones included. The caller removes evicted slots, whose contents have no effect.
+        The result has the evicted slots, too; the caller removes them, whatever they contain. A method without a policy
+        drops evicted slots.
         """
         from kvexport.methods.primitives.merge import merge
 

@@ -32,14 +32,11 @@ class CaM(Merging):
 
     @property
     def recent_receives(self) -> bool:
-        """Whether slots of the recent window receive shares of evicted values: always true for the method `cam`."""
+        """Whether slots of the recent window receive shares of evicted values: true."""
         return True
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
-        """Return the cache slots, with a share of each evicted value added to the next slots that can receive values.
-
-        The sums of values are float32 until they are stored.
-        """
+        """Return the slots with a share of each evicted value added to the next receivers, summed in float32."""
         import torch
 
         mass = slots.score[:, :, -1]

@@ -28,15 +28,11 @@ class D2O(Merging):
 
     @property
     def merges_values_as_keys(self) -> bool:
-        """Whether a merge treats values as keys: true for D2O, where both are means with the same weights."""
+        """Whether a merge treats values as keys: true, both are means with the same weights."""
         return True
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
-        """Return the cache slots after evicted ones have merged into the kept slots of the most similar keys.
-
-        Keys and values are means. The weights are ``e`` for the kept slot and ``e^u`` for an evicted slot, where u is
-        the cosine of the two keys.
-        """
+        """Return means with the weight ``e`` for the kept slot, ``e^u`` for an evicted one at the cosine u."""
         import torch
 
         targets, cosine = nearest(slots, evicted, "cosine")

@@ -49,10 +49,7 @@ class Fitting(Merging):
         return self.queries
 
     def update(self, extra: tuple[Tensor, ...], new: NewTokens) -> tuple[Tensor, ...]:
-        """Return the ring buffer of recent queries with the queries of one attention call appended.
-
-        The queries of the call are appended in the order of tokens, and for each token in the order of query heads.
-        """
+        """Return the ring buffer with the call's queries appended, in the order of tokens, then of query heads."""
         import torch
 
         ring, seen = extra
@@ -69,11 +66,5 @@ class Fitting(Merging):
         return gather_rows(query, index), gather_rows(seen, index)
 
     def fit(self, fitted: Literal["values", "votes_and_values"]) -> Fit:
-        """Return the settings of the method's fit of kept cache slots to the recent queries that it stores.
-
-        The queries attend with the method's own factor of the bias ``ln(votes)``.
-
-        Args:
-            fitted: The tensors that the fit changes.
-        """
+        """Return the settings of the fit of `fitted` to the stored queries."""
         return Fit(fitted, self.ridge, self.change_max, self.vote_exponent)

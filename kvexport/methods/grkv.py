@@ -30,13 +30,9 @@ class GRKV(Fitting):
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """The statistics that rank slots for eviction: those of the method `snapkv`."""
+        """The statistics of `snapkv`."""
         return SnapKV().statistics
 
     def policy(self) -> MergePolicy:
-        """Return the rule of `grkv` as a merge policy, the data that native kernels run.
-
-        The policy evicts the slots that snapkv or another selector chooses, merges none, and fits the values of the
-        kept slots to recent queries.
-        """
+        """Return the eviction of snapkv or of another selector, followed by a fit of the kept values."""
         return self.selected(replace(SnapKV().policy(), fit=self.fit("values")))

@@ -18,15 +18,9 @@ class H2O(Method):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """The statistic of each slot: its sum of attention probabilities without decay.
-
-        The sum is averaged over the query heads of a group.
-        """
+        """The sum of attention probabilities without decay, averaged over the query heads of a group."""
         return (Statistic("probability"),)
 
     def policy(self) -> MergePolicy:
-        """Return the rule of `h2o` as a merge policy, the data that native kernels run.
-
-        The slot with the lowest sum of attention probabilities is evicted first, and evicted slots are dropped.
-        """
+        """Return the rule that drops the slot of the lowest sum first."""
         return MergePolicy(select="score")

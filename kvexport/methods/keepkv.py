@@ -50,23 +50,16 @@ class KeepKV(Merging):
 
     @property
     def vote_exponent(self) -> float:
-        """The factor alpha of the attention bias ``alpha * ln(votes)``, which is 1 for KeepKV.
-
-        A slot that stands for p tokens (p votes) therefore attracts as much attention as p equal keys.
-        """
+        """The factor alpha of the bias ``alpha * ln(votes)``: 1, so p votes attract attention like p equal keys."""
         return 1.0
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """The statistic of each slot: the logarithm of the moving average of exp(raw logit)."""
+        """The logarithm of the moving average of exp(raw logit)."""
         return (Statistic("log_ema", self.decay, self.window, self.recency_weight),)
 
     def policy(self) -> MergePolicy:
-        """Return the rule of `keepkv` as a merge policy, the data that native kernels run.
-
-        The bias-corrected moving average of exp(logit) ranks slots and weights merges. An evicted slot merges into the
-        slot of the most similar key if the similarity is above the threshold.
-        """
+        """Return the rule that ranks slots by their average, and merges into a key above the threshold."""
         return self.selected(
             MergePolicy(
                 select="average",

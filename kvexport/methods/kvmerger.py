@@ -51,11 +51,7 @@ class KVMerger(Merging):
         return self.value_scale == "mean"
 
     def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
-        """Return the keep score [B, H, C] of every cache slot, by which slots are evicted, lowest first.
-
-        In a run of similar tokens the most attended slot, the pivot, is kept: all its other slots have the lowest
-        scores. The pivots, and all slots outside of runs, have higher scores, in the order of their importance.
-        """
+        """Return the keep score: lowest for the slots of runs other than pivots, then the importance of all others."""
         import torch
 
         importance = self.importance(slots, unprotected)
@@ -65,11 +61,9 @@ class KVMerger(Merging):
         return torch.where(pivot != place, place, others).float()
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
-        """Return the cache slots after each run of similar tokens has merged into its most attended slot, the pivot.
+        """Return the slots after each run of similar tokens has merged into its pivot, as Gaussian means.
 
-        Keys and values are means. The weight of slot i is ``exp(-|k_p - k_i|^2 / (2 sigma^2))``, where k_p is the
-        pivot's key and sigma the width of the Gaussian. All weights are 1 if all keys of a run are equal, where the
-        computed sigma is zero.
+        All weights are 1 if all keys of a run are equal, where the computed sigma is zero.
         """
         import torch
 

@@ -31,8 +31,5 @@ class KVSlimmer(NeighbourPairs):
     tau: float = Field(1e-3, ge=0.0, lt=1.0)
 
     def policy(self) -> MergePolicy:
-        """Return the rule of `kvslimmer` as a merge policy, the data that native kernels run.
-
-        Neighbouring cache slots merge in pairs, with keys weighted by terms of the Hessian.
-        """
+        """Return the rule of pairs, with keys weighted by terms of the Hessian."""
         return replace(super().policy(), weigh="hessian", tau=self.tau)

@@ -34,49 +34,31 @@ class Merging(Method):
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """The slot statistics of the method with the selector ``own``; by default the sum of attention probabilities.
-
-        The last statistic gives the weights of merges.
-        """
+        """The slot statistics with the selector ``own``; the last weights merges."""
         return (Statistic("probability"),)
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """The statistics that attention updates for every cache slot: the first ranks slots, the last weights merges.
-
-        A method that chooses the evicted slots itself (selector ``own``) may use one statistic for both.
-        """
+        """The statistics of the selector, which rank slots, and the method's last, which weights merges."""
         if self.selector == "own":
             return self.own_statistics
         return (*SELECTORS[self.selector]().statistics, self.own_statistics[-1])
 
     def selected(self, policy: MergePolicy) -> MergePolicy:
-        """Return a merge policy whose ranking of slots is replaced by that of the setting `selector`, another method.
-
-        Args:
-            policy: The policy of the method with the selector ``own``.
-        """
+        """Return a policy of the selector ``own`` with the ranking of the setting `selector` in place of its own."""
         if self.selector == "own":
             return policy
         selector = SELECTORS[self.selector]().policy()
         return replace(policy, select=selector.select, pooled=selector.pooled, mean_adds=False)
 
     def importance(self, slots: Slots, unprotected: Tensor) -> Tensor:
-        """Return the importance of every cache slot, [B, H, C] float32, which ranks slots if there is no merge policy.
-
-        Args:
-            slots: The layer's cache.
-            unprotected: [B, H, C] bool. True for occupied slots that are neither sinks nor recent.
-        """
+        """Return the importance [B, H, C] float32 that ranks slots if there is no merge policy."""
         from kvexport.methods.primitives.select import importance
 
         return importance(self.selected(MergePolicy(select="score")), slots, unprotected)
 
     def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
-        """Return the keep score [B, H, C] of every cache slot: the slots of lowest score are evicted first.
-
-        The merge policy defines the score. For a method without a merge policy, the score is the slot's importance.
-        """
+        """Return the keep score of the merge policy, or the importance of a method without one."""
         return (
             self.importance(slots, unprotected)
             if self.policy() is None

@@ -25,17 +25,13 @@ class NeighbourPairs(Merging):
 
     @property
     def vote_exponent(self) -> float:
-        """The factor alpha of the attention bias ``alpha * ln(votes)``, which is 1 for AsymKV and KVSlimmer.
+        """The factor alpha of the bias ``alpha * ln(votes)``: 1.
 
-        The papers store the sum v of the merged values and attend with ``sum e^l v / sum n e^l``, where l is a slot's
-        logit and n its number of merged tokens. The same output is a softmax over mean values with ln n added to the
-        logits.
+        The papers store the sum of the merged values and attend with ``sum e^l v / sum n e^l`` for a slot's logit l and
+        its number n of tokens. A softmax over mean values, with ln n added to the logits, has the same output.
         """
         return 1.0
 
     def policy(self) -> MergePolicy:
-        """Return the rule of a method that merges pairs as a merge policy, the data that native kernels run.
-
-        Pairs of neighbouring slots are ranked by importance, and their keys are weighted by the slots' last statistic.
-        """
+        """Return the rule that ranks pairs by importance, and weights their keys by the last statistic."""
         return self.selected(MergePolicy(select="score", merge="pair", share_pairs=self.share_pairs))

@@ -29,16 +29,9 @@ class PyramidInfer(Method):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """The statistic of each slot: its sum of attention probabilities, where newer queries weigh more.
-
-        The sum is averaged over the query heads that share a KV head.
-        """
+        """The sum of probabilities, in which newer queries weigh more, averaged over a group's query heads."""
         return (Statistic("probability", 1.0, self.window, self.recency_weight),)
 
     def policy(self) -> MergePolicy:
-        """Return the rule of `pyramidinfer` as a merge policy, the data that native kernels run.
-
-        The slot with the lowest recency-weighted sum of attention probabilities is evicted first, and evicted slots are
-        dropped.
-        """
+        """Return the rule that drops the slot of the lowest sum first."""
         return MergePolicy(select="score")

@@ -26,15 +26,11 @@ class Random(Method):
 
     @property
     def merges_values_as_keys(self) -> bool:
-        """Whether a merge treats values as keys: true, because random eviction drops slots and changes none."""
+        """Whether a merge treats values as keys: true, because slots are dropped and none changes."""
         return True
 
     def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
-        """Return a random keep score for each cache slot: the upper 24 bits of a hash of its position, as float32.
-
-        The hash has three rounds of ``x = (x m + seed) mod 2^32`` with a constant m, each followed by an exchange of
-        the 16-bit halves.
-        """
+        """Return the upper 24 bits of a hash of each position: three rounds of ``x m + seed`` and a swap of halves."""
         import torch
 
         x = slots.position.to(torch.int64)

@@ -117,22 +117,12 @@ class NewTokens:
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Return the rows of x [B, H, C] or [B, H, C, D] at `index` [B, H, N].
-
-    The index is expanded over the D elements of a row. In ONNX, this form of gather becomes a copy of whole rows.
-    """
+    """Return the rows of x [B, H, C] or [B, H, C, D] at `index` [B, H, N]; ONNX copies whole rows for this form."""
     return x.gather(2, index if x.dim() == 3 else index[..., None].expand(*index.shape, x.shape[3]))
 
 
 def gather_slots(slots: Slots, index: Tensor, extra_axes: tuple[int | None, ...] = ()) -> Slots:
-    """Return the cache slots at `index` [B, H, N], with all their tensors.
-
-    Args:
-        slots: The layer's cache.
-        index: [B, H, N] int64.
-        extra_axes: The dimension that counts slots in every tensor of `Slots.extra`. None stands for a tensor without
-            such a dimension, which stays unchanged.
-    """
+    """Return the slots at `index` [B, H, N]; `extra_axes` has the dimension of slots of each extra tensor, or None."""
     return replace(
         slots,
         key=gather_rows(slots.key, index),
@@ -168,16 +158,10 @@ def ranks(x: Tensor) -> Tensor:
 
 
 def corrected_log_ema(slots: Slots, k: int, decay: float) -> Tensor:
-    """Return the bias-corrected logarithm ln(S / (1 - a^n)) of each slot's moving average S, [B, H, C] float32.
+    """Return ln(S / (1 - a^n)), the bias-corrected moving average S of statistic k with the decay a; [B, H, C].
 
-    S is the stored moving average of exp(logit), which starts at zero and decays by the factor a. The number of queries
-    since the slot's token is n = now - position + 1. Queries outside the statistic's window count in n, because those
+    n is the number of queries since the slot's token. Queries outside the statistic's window count, because those
     inside stand for the whole call.
-
-    Args:
-        slots: The layer's cache.
-        k: The number of the statistic.
-        decay: The factor a of the average.
     """
     import torch
 

@@ -39,16 +39,9 @@ class SnapKV(Method):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """The statistic of each slot: the sum of attention probabilities over the last queries of a model call.
-
-        The sum is averaged over the query heads that share a KV head, and ranks slots like the mean of the SnapKV paper
-        does.
-        """
+        """The sum of probabilities over the last queries of a call, averaged over the query heads of a group."""
         return (Statistic("probability", 1.0, self.window),)
 
     def policy(self) -> MergePolicy:
-        """Return the rule of `snapkv` as a merge policy, the data that native kernels run.
-
-        Slots are ranked by the sum of attention over neighbouring slots that may be evicted. Evicted slots are dropped.
-        """
+        """Return the rule that drops the slots of lowest attention, summed over neighbours that may be evicted."""
         return MergePolicy(select="pooled", pooled=self.pool)

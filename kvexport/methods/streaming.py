@@ -16,5 +16,5 @@ class Streaming(Method):
     source: ClassVar[str] = "arXiv 2309.17453"
 
     def policy(self) -> MergePolicy:
-        """Return the rule of `streaming` as data for native kernels: the slot of lowest position is evicted first."""
+        """Return the rule that drops the slot of the lowest position first."""
         return MergePolicy(select="position")

@@ -34,25 +34,16 @@ class ZeroMerge(Merging):
 
     @property
     def vote_exponent(self) -> float:
-        """The factor alpha of the attention bias ``alpha * ln(votes)``, where votes count the tokens of a slot."""
+        """The factor alpha of the bias ``alpha * ln(votes)``."""
         return self.alpha
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """The statistic of each slot: the decayed sum of the attention probabilities that it receives.
-
-        Attention computes these probabilities with the bias ``alpha * ln(votes)``, where votes count the tokens of a
-        slot.
-        """
+        """The decayed sum of the attention probabilities that a slot receives, with the bias by votes."""
         return (Statistic("probability", self.decay),)
 
     def policy(self) -> MergePolicy:
-        """Return the rule of `zeromerge` as a merge policy, the data that native kernels run.
-
-        The slot of the lowest decayed sum of attention is evicted first, but slots that have merged before are evicted
-        last. An evicted slot joins the running mean of the residual slot whose key has the largest dot product with the
-        evicted slot's key.
-        """
+        """Return the rule that merges the lowest sum, unmerged slots first, into the residual slot nearest by dot."""
         return self.selected(
             MergePolicy(select="score", merged_last=True, merge="running_mean", measure="dot", residual=self.residual)
         )

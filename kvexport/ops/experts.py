@@ -71,11 +71,7 @@ class ExpertsForm:
         return names
 
     def weight_inputs(self, weight: str) -> list[str]:
-        """Return the names of an Experts node's inputs for one weight: the weight, then its scales and other parts.
-
-        Args:
-            weight: ``first`` or ``down``, the matrix of the experts' first or second product.
-        """
+        """Return the names of the inputs of the weight ``first`` or ``down``: itself, its scales and other parts."""
         kind = self.packed[WEIGHTS.index(weight)] if self.packed else 0
         return [weight, *(f"{weight}_{suffix}" for suffix in parts_after(kind))]
 
@@ -97,10 +93,7 @@ class ExpertsForm:
         return "_".join([self.activation, *["gate"] * self.gate, *["bias"] * self.bias, *named])
 
     def inner(self, first: Tensor) -> Tensor:
-        """Apply the experts' activation to the product with the weight `first`, and return [..., inner].
-
-        The first product is [..., inner] or, with a gate, [..., 2 inner].
-        """
+        """Return the activation [..., inner] of the first product [..., inner] or, with a gate, [..., 2 inner]."""
         if not self.gate:
             return self._activated(first)
         gate, up = first.chunk(2, -1)

@@ -77,8 +77,7 @@ def _replaced(graph: Graph, node: Node) -> bool:
 def _chain(changed: Any) -> list[Node]:
     """Return the slices from a changed tensor back to the computed tensor that they are parts of, this one last.
 
-    The list is empty if the tensor is an input or a weight, or if one of the views is neither a slice nor a single
-    index.
+    The list is empty for an input or a weight, and for a view that is neither a slice nor a single index.
     """
     chain = []
     while isinstance(changed, Node) and changed.op == "call_function":

@@ -91,27 +91,11 @@ def layer_vote_attention(
     attributes: VoteAttentionAttributes,
     capacity: Sequence[int] = (),
 ) -> tuple[Tensor, ...]:
-    """Compute the operator VoteAttention for one layer: append the new tokens to its KV cache, and attend.
+    """Compute VoteAttention for one layer, whose KV heads have `capacity` slots each; without it they share S equally.
 
-    Args:
-        query: [B, Hq, T, D], as in `vote_attention`.
-        key: [B, H, T, D].
-        value: [B, H, T, Dv].
-        position: [B, T] int64.
-        query_length: [B, 1] int64.
-        past_key: [B, S, D] in the cache's type. S is the sum of `capacity`.
-        past_value: [B, S, Dv] in the cache's type; [B, S, 0] with `value_prefix`.
-        past_votes: [B, S] float32.
-        past_score: [B, K, S] float32, the K statistics of each slot.
-        past_position: [B, S] int32.
-        sink_logits: [Hq], or None.
-        *past_extra: For a quantized cache the scales of keys and values, [B, S] float32 each; then the tensors of the
-            method's `extra_state`.
-        attributes: The attributes of the node.
-        capacity: The number of slots of every KV head. If omitted, each of the H heads has S / H slots.
-
-    Returns:
-        The output [B, Hq, T, Dv], and the present state tensors in the order and shapes of the past ones.
+    The arguments are those of `vote_attention`, but the state has the slots of all heads in one dimension: key [B, S,
+    D], value [B, S, Dv] ([B, S, 0] with `value_prefix`), votes [B, S], score [B, K, S], position [B, S] and scales [B,
+    S]. The result is the output [B, Hq, T, Dv] and the present state in the order of the past one.
     """
     past = (past_key, past_value, past_votes, past_score, past_position, *past_extra)
     tensors = state_of(past_key.dtype, attributes.method.extra_state if attributes.method else ())
@@ -140,18 +124,9 @@ def layer_read_attention(
     attributes: VoteAttentionAttributes,
     heads: int,
 ) -> Tensor:
-    """Return the attention output of a layer that has no KV cache of its own, and reads that of another layer.
+    """Return the attention output of a layer that reads the KV cache of another layer, whose heads have one capacity.
 
-    All KV heads of the other layer have one capacity.
-
-    Args:
-        query: [B, Hq, T, D], as in `read_attention`.
-        position: [B, T] int64.
-        query_length: [B, 1] int64.
-        state: The present state tensors of the other layer, without those of a method.
-        sink_logits: [Hq], or None.
-        attributes: The attributes of the other layer.
-        heads: The number of KV heads of the other layer.
+    `state` has the present state tensors of the other layer, without those of a method.
     """
     tensors = state_of(state[0].dtype, ())
     (views,) = split_state(state, tensors, [state[2].shape[1] // heads] * heads, together=True)

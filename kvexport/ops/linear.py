@@ -82,17 +82,17 @@ class Form:
 
     @property
     def op_type(self) -> str:
-        """The ONNX operator type of a linear node: AdaptedLinear if it takes LoRA adapters, otherwise Linear."""
+        """AdaptedLinear for a node that takes LoRA adapters, otherwise Linear."""
         return "AdaptedLinear" if self.adapted else "Linear"
 
     @property
     def count(self) -> int:
-        """The number of matrix products of a Linear node, the product with SiLU's gate not counted."""
+        """The number of matrix products, the product with SiLU's gate not counted."""
         return len(self.output_heads)
 
     @property
     def weights(self) -> int:
-        """The number of weights of a Linear node, the weight of SiLU's gate included."""
+        """The number of weights, the gate's included."""
         return self.count + self.gate
 
     @property
@@ -105,16 +105,11 @@ class Form:
         return [*names, *gate, *["residual"] * self.residual, *["cosine", "sine"] * any(self.rotated)]
 
     def weight_inputs(self, weight: str, i: int) -> list[str]:
-        """Return the names of a Linear node's inputs for one weight: the weight, then its scales and other parts.
-
-        Args:
-            weight: The name of the weight.
-            i: The number of the weight in `packed`.
-        """
+        """Return the names of the inputs of weight number i: the weight, then its scales and other parts."""
         return [weight, *(f"{weight}_{suffix}" for suffix in parts_after(self.packed[i] if self.packed else 0))]
 
     def adapter_inputs(self, i: int) -> list[str]:
-        """Return the names of the LoRA adapters' matrices for weight number i; none if it takes none."""
+        """Return the names of the LoRA matrices for weight number i; none if it takes none."""
         return [f"adapter_first{i}", f"adapter_second{i}"] if self.adapted and self.adapted[i] else []
 
     @property
@@ -126,7 +121,7 @@ class Form:
 
     @property
     def overload(self) -> str:
-        """The overload name of the ONNX function that computes a Linear node with these steps."""
+        """The overload name of the ONNX function for these steps."""
         words = {
             "norm": f"norm{self.epsilon:.6g}" * self.norm,
             "epsilon": "",
@@ -256,9 +251,7 @@ def _dequantized(form: Form, weight: str, i: int) -> tuple[list[str], str]:
 
 
 def dequantized(parts: Sequence[str], kind: int, group: int, *, axis: int, like: str = "") -> tuple[list[str], str]:
-    """Return the ONNX nodes that dequantize a packed weight, and the result's name.
-
-    A weight that is not packed needs no nodes.
+    """Return the ONNX nodes that dequantize a packed weight, and the result's name; no nodes if it is not packed.
 
     Args:
         parts: The names of the weight and of the inputs that follow it.
@@ -311,7 +304,7 @@ def dequantized(parts: Sequence[str], kind: int, group: int, *, axis: int, like:
 
 
 def _with_high(weight: str, kind: int, inputs: Mapping[str, str], kept: str) -> tuple[list[str], list[str]]:
-    """Return ONNX nodes that join the lower 4 and the upper bits of a weight, and the operands of DequantizeLinear."""
+    """Return the nodes that join the lower 4 and the upper bits of a weight, and DequantizeLinear's operands."""
     bits = kind >> 4
     high, fields = inputs["high"], range(0, 8, bits)
     lines = [

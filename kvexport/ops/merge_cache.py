@@ -73,27 +73,21 @@ class MergeCacheAttributes:
 
     @property
     def policy(self) -> MergePolicy | None:
-        """The merge policy of a layer: the method's own, or with a sliding window one that drops evicted slots.
-
-        None for a method that has no merge policy.
-        """
+        """The method's policy, or with a sliding window one that drops evicted slots; None without a policy."""
         policy = self.method.policy()
         if policy is None or not self.sliding_window:
             return policy
         return replace(policy, merge="drop", order="lowest")
 
     def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
-        """Return the keep score of every cache slot in a layer: the slots of lowest score are evicted first."""
+        """Return the keep score of every slot: the slots of lowest score are evicted first."""
         policy = self.policy if self.sliding_window else None
         if policy is None:
             return self.method.keep_score(slots, unprotected, count)
         return select.keep_score(policy, slots, unprotected, count)
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
-        """Return a layer's cache slots after evicted slots have merged into kept ones.
-
-        A layer with a sliding window drops evicted slots instead.
-        """
+        """Return the slots after a merge; a layer with a sliding window drops evicted slots instead."""
         if not self.sliding_window:
             return self.method.merge(slots, evicted)
         policy = self.policy
@@ -231,10 +225,7 @@ def _merge_small(
 def _without_holes(is_kept: Tensor) -> Tensor:
     """Return, for each of W cache rows, the row whose slot moves there to close holes after an eviction; [B, H, W].
 
-    The first n rows receive the n kept slots. Each later row receives its own.
-
-    Args:
-        is_kept: [B, H, W] bool, the rows that contain kept slots.
+    The first n rows receive the n kept slots (`is_kept`). Each later row receives its own.
     """
     row = torch.arange(is_kept.shape[-1], device=is_kept.device).expand_as(is_kept)
     count = is_kept.to(torch.int64).cumsum(-1)
@@ -247,14 +238,8 @@ def _without_holes(is_kept: Tensor) -> Tensor:
 def _turned(result: Slots, votes: Tensor, before: Tensor, rotary: Rotary) -> Tensor:
     """Return keys [B, H, N, D] rotated (RoPE) from their places in the cache before a merge to those after it.
 
-    A key's place is the number of occupied slots of lower position. The place of a merged slot before the merge is that
-    of its latest member.
-
-    Args:
-        result: The slots after the merge, in any order.
-        votes: [B, H, N], the votes after the merge.
-        before: [B, H, C] int32, the positions before the merge in order; LAST for empty slots.
-        rotary: The layer's rotary embedding.
+    A key's place is the number of occupied slots of lower position, and that of a merged slot before the merge is that
+    of its latest member. `before` has the positions before the merge in order; LAST for empty slots.
     """
     position = torch.where(votes > 0, result.position, LAST)
     place = ranks(position)
@@ -272,10 +257,6 @@ def rows_of(votes: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
 
     The lengths are the budget, the number of slots by which the fullest head exceeds it, and the capacity beyond the
     budget.
-
-    Args:
-        votes: [B, H, C], the number of tokens that each slot stands for, 0 for an empty slot.
-        budget: The number of slots that are kept.
     """
     capacity = votes.shape[2]
     kept = min(budget, capacity)

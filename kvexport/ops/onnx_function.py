@@ -68,8 +68,7 @@ _merge_functions: dict[tuple[type[Method], str], onnx.FunctionProto] = {}  # key
 def vote_attention_node_attributes(attributes: VoteAttentionAttributes, capacity: Sequence[int] = ()) -> dict[str, Any]:
     """Return the attributes of a VoteAttention node by their names in docs/reference/contract.md.
 
-    The attribute `capacity`, a number of slots for each KV head, is present only if heads differ. Other lists have one
-    entry for each statistic and are named like the fields of `Statistic`.
+    Lists have an entry for each statistic and are named like the fields of `Statistic`.
     """
     values: dict[str, Any] = {"statistics": [s.kind for s in attributes.statistics]}
     for name in (a.name for a in VOTE_ATTENTION.attributes if a.name not in values and not a.optional):
@@ -87,10 +86,7 @@ def vote_attention_node_attributes(attributes: VoteAttentionAttributes, capacity
 def merge_cache_node_attributes(
     attributes: Sequence[MergeCacheAttributes], capacity: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Return the attributes of a MergeCache node by their names in docs/reference/contract.md.
-
-    The attributes include the merge policy, if the method has one, and the layer's rotary embedding, if there is one.
-    """
+    """Return the attributes of a MergeCache node by their names in docs/reference/contract.md."""
     own = {"budget": [x.budget for x in attributes], "recent": [x.recent for x in attributes]}
     return MERGE_CACHE.node_attributes(_merge_cache_values(attributes[0]) | own | _capacity(capacity))
 
@@ -298,10 +294,9 @@ def _trace(
 
 
 def _read_sizes_from(graph: onnx.GraphProto, source: int) -> None:
-    """Let a graph's Shape nodes read symbolic sizes from input number `source`, if that input has those sizes.
+    """Let a graph's Shape nodes read symbolic sizes from input number `source`, which all layers share, if it has them.
 
-    All layers share input number `source`. A runtime therefore computes values that depend only on sizes once, and not
-    for every layer.
+    A runtime then computes values that depend only on sizes once, and not for every layer.
     """
     dims = {v.name: [d.dim_param for d in v.type.tensor_type.shape.dim] for v in graph.input}
     name = graph.input[source].name

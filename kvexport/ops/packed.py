@@ -49,7 +49,7 @@ class PackedTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The size of the tensor in bytes, as it is stored."""
+        """The bytes of the stored tensor."""
         count = math.prod(self.shape)
         return -(-count // 2) if self.dtype in ("int4", "uint4") else count * np.dtype(self.dtype).itemsize
 
@@ -82,40 +82,40 @@ class PackedFormat:
 
     @property
     def dtype(self) -> str:
-        """The type of a packed weight's numbers and of its zero points, such as int4 or uint8."""
+        """The type of the numbers and of their zero points, such as int4 or uint8."""
         return f"{'' if self.signed else 'u'}int{self.bits}"
 
     @property
     def lowest(self) -> int:
-        """The smallest number that the type of the packed numbers can represent."""
+        """The smallest number of the type."""
         return -(1 << (self.bits - 1)) if self.signed else 0
 
     @property
     def label(self) -> str:
-        """A description of the packed format for people, such as "int4, groups of 32, zero points"."""
+        """The format for people, such as "int4, groups of 32, zero points"."""
         offset = {"none": "", "zero": ", zero points", "minimum": ", minima"}[self.offset]
         kind = f"{_TABLES[self.table]} (4 bits)" if self.table else self.dtype
         return f"{kind}, groups of {self.group}{offset}{', columns in order of groups' * self.ordered}"
 
     @property
     def scale(self) -> str:
-        """The name of the tensor that holds the scales: `exponent` for powers of two, otherwise `scale`."""
+        """The name of the tensor with the scales: `exponent` for powers of two, otherwise `scale`."""
         return "exponent" if self.scale_dtype == "uint8" else "scale"
 
     @property
     def high_bits(self) -> int:
-        """The number of upper bits of a packed number that the tensor `high` stores; `weight` stores the lower 4."""
+        """The number of upper bits in the tensor `high`; `weight` stores the lower 4."""
         return self.bits - 4 if self.bits in (5, 6) else 0
 
     @property
     def kind(self) -> int:
-        """The number of the packed format in the attribute `packed` of the ONNX operators Linear and Experts."""
+        """The number of the format in the attribute `packed` of Linear and Experts."""
         offset = {"none": 1, "zero": 2, "minimum": 3}[self.offset]
         base = offset if not self.table else 5 if self.scale_dtype == "uint8" else 4
         return base + 8 * (self.scale_dtype == "int8") + 16 * self.high_bits
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, PackedTensor]:
-        """Return the tensors that store a packed weight [outputs, inputs], such as its scale, by name in order."""
+        """Return the tensors that store a weight [outputs, inputs], by name in order."""
         groups = (outputs, inputs // self.group)
         tensors = {
             "weight": PackedTensor("uint4" if self.high_bits else self.dtype, (outputs, inputs)),
@@ -136,11 +136,11 @@ class PackedFormat:
         return tensors
 
     def nbytes(self, outputs: int, inputs: int) -> int:
-        """Return the size in bytes of all tensors of a packed weight [outputs, inputs]."""
+        """Return the bytes of all tensors of a weight [outputs, inputs]."""
         return sum(tensor.nbytes for tensor in self.tensors(outputs, inputs).values())
 
     def fault(self, inputs: int) -> str:
-        """Return why a weight with `inputs` inputs cannot have this packed format; an empty string if it can."""
+        """Return why a weight with `inputs` inputs cannot have this format; an empty string if it can."""
         least, most = GROUPS
         if self.group != inputs and not least <= self.group <= most:
             return f"groups of {self.group} inputs, expected {least} to {most}, or all {inputs}"
@@ -150,12 +150,7 @@ class PackedFormat:
 
 
 def pack(values: Array, bits: int) -> Array:
-    """Return the whole numbers of a packed weight as stored bytes.
-
-    Args:
-        values: Whole numbers of any shape.
-        bits: 8 for one number in a byte, in the same shape; 4 for two in a byte, flat.
-    """
+    """Return whole numbers as stored bytes: with 8 bits in the same shape, with 4 bits two in a byte, flat."""
     if bits == 8:
         return values.astype(np.int8 if values.min(initial=0) < 0 else np.uint8)
     flat = values.reshape(-1).astype(np.uint8) & 15
@@ -166,12 +161,7 @@ def pack(values: Array, bits: int) -> Array:
 
 
 def unpack(stored: Array, tensor: PackedTensor) -> Array:
-    """Return the whole numbers of a packed weight from the bytes that `pack` stored, as int8 or uint8.
-
-    Args:
-        stored: The stored bytes.
-        tensor: The type and shape of the result.
-    """
+    """Return the whole numbers, int8 or uint8 of the tensor's shape, from the bytes that `pack` stored."""
     if tensor.dtype in ("int8", "uint8"):
         return stored.reshape(-1).view(tensor.dtype).reshape(tensor.shape)
     flat = np.empty(stored.size * 2, np.uint8)
@@ -182,13 +172,9 @@ def unpack(stored: Array, tensor: PackedTensor) -> Array:
 
 
 def pack_high(numbers: Array, bits: int) -> Array:
-    """Return the bits above the fourth of whole numbers [..., inputs], packed into bytes [..., inputs * bits / 8].
+    """Return the bits above the fourth of numbers [..., inputs] uint8, packed into [..., inputs * bits / 8] bytes.
 
     Byte i of every four bytes has the bits of the inputs i, i + 4, i + 8 and so on, the first in its lowest bits.
-
-    Args:
-        numbers: [..., inputs] uint8.
-        bits: The number of bits above the fourth: 1 for numbers of 5 bits, 2 for numbers of 6 bits.
     """
     fields = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     apart = (numbers >> 4).reshape(*numbers.shape[:-1], -1, len(fields), 4) << fields
@@ -214,7 +200,7 @@ def integers(packing: PackedFormat, outputs: int, inputs: int, stored: Mapping[s
 
 
 def scales(packing: PackedFormat, stored: Mapping[str, Array], name: str = "scale") -> NDArray[np.float32]:
-    """Return the scales or minima of a packed weight in float32, one for each group of inputs.
+    """Return the scales or minima in float32, one for each group of inputs.
 
     A stored exponent e becomes the scale 2^(e - 128), and an int8 factor is multiplied with its super-scale.
     """
@@ -228,14 +214,7 @@ def scales(packing: PackedFormat, stored: Mapping[str, Array], name: str = "scal
 
 
 def dequantize(packing: PackedFormat, outputs: int, inputs: int, stored: Mapping[str, Array]) -> NDArray[np.float32]:
-    """Return the float32 values [outputs, inputs] of a packed weight, columns in the order of the input's features.
-
-    Args:
-        packing: The format.
-        outputs: The number of outputs.
-        inputs: The number of inputs.
-        stored: The stored tensors by their names in `PackedFormat.tensors`; 4-bit ones as bytes.
-    """
+    """Return the float32 values [outputs, inputs] of a weight, columns in the order of the input's features."""
     tensors = packing.tensors(outputs, inputs)
     numbers = integers(packing, outputs, inputs, stored).reshape(outputs, -1, packing.group)
     values = (np.array(packing.table, np.float32)[numbers] if packing.table else numbers).astype(np.float32)

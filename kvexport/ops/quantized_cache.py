@@ -24,15 +24,12 @@ CODES = [min(range(16), key=lambda code: (abs(INT4[code] - number), abs(INT4[cod
 
 
 def is_quantized(stored: Tensor) -> bool:
-    """Return whether cached keys or values are stored in 8 or 4 bits with scales (int8, or 4-bit pairs in uint8)."""
+    """Return whether keys or values are stored in 8 or 4 bits."""
     return stored.dtype in (torch.int8, torch.uint8)
 
 
 def block_of(size: int) -> int:
-    """Return the number of dimensions that a Hadamard rotation of a key or value of `size` dimensions mixes.
-
-    This is the largest power of two that divides `size`. With 1 nothing is rotated.
-    """
+    """Return the number of dimensions that a Hadamard rotation mixes: the largest power of two that divides `size`."""
     return size & -size
 
 
@@ -52,19 +49,11 @@ def rotated_by_hadamard(x: Tensor) -> Tensor:
 
 
 def quantized(rows: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    """Return keys or values as whole numbers of 8 or 4 bits with one scale per row.
+    """Return keys or values [..., D] float32 as int8 [..., D] or 4-bit pairs uint8 [..., D / 2], and scales [...].
 
     The scale of a row x is ``max |x| / 127``, rounded to bfloat16. Products of a number and a scale are therefore exact
     in float32, the largest number of a row is 127, and a dequantized row becomes the same bits again. A row of zeros
-    has the scale 0.
-
-    Args:
-        rows: [..., D] float32.
-        dtype: int8, or uint8 for the 4-bit form.
-
-    Returns:
-        The numbers and the scales [...] float32. Numbers are int8 [..., D], or uint8 [..., D / 2], which stores two
-            4-bit codes in a byte. A code stands for the nearest number of the table `INT4`.
+    has the scale 0. A 4-bit code stands for the nearest number of the table `INT4`.
     """
     largest = rows.abs().amax(-1, keepdim=True)
     scale = (largest / LEVELS).to(torch.bfloat16).to(torch.float32)
@@ -81,12 +70,7 @@ def _packed(numbers: Tensor) -> Tensor:
 
 
 def dequantized(stored: Tensor, scale: Tensor) -> Tensor:
-    """Return the rows [..., D] float32 of keys or values that are stored as 8-bit or 4-bit numbers and scales.
-
-    Args:
-        stored: int8 [..., D] or uint8 [..., D / 2].
-        scale: [...] float32.
-    """
+    """Return the rows [..., D] float32 of stored keys or values with their scales [...]."""
     if stored.dtype == torch.uint8:
         table = torch.tensor(PAIRS, dtype=torch.float32, device=stored.device)
         return embedding(stored.to(torch.int32), table).flatten(-2) * scale[..., None]

@@ -8,10 +8,7 @@ import torch
 
 
 def _stable_sort(values: Any, dim: int = -1, descending: bool = False, stable: bool = True) -> Any:
-    """Return the ONNX translation of a stable sort: TopK over the whole dimension.
-
-    ONNX defines that ties of TopK go to the lower index. The exporter has no translation of a stable sort.
-    """
+    """Translate a stable sort as TopK over the whole dimension: ONNX gives ties to the lower index."""
     from onnxscript import opset23 as op
 
     size = op.Shape(values, start=dim, end=None if dim == -1 else dim + 1)
@@ -19,10 +16,7 @@ def _stable_sort(values: Any, dim: int = -1, descending: bool = False, stable: b
 
 
 def _gather(values: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any:
-    """Return the ONNX translation of ``values.gather(dim, index)``.
-
-    If `index` [B, H, N, D] is an expanded [B, H, N, 1], whole rows are copied instead of elements.
-    """
+    """Translate ``values.gather(dim, index)``; an expanded index [B, H, N, 1] copies whole rows."""
     from onnxscript import opset23 as op
 
     expand = index.producer()
@@ -34,18 +28,14 @@ def _gather(values: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any
 
 
 def _gather_rows(values: Any, indices: Any) -> Any:
-    """Return the ONNX translation of ``values[i, j, k]`` for full index tensors of one shape."""
+    """Translate ``values[i, j, k]`` for full index tensors of one shape."""
     from onnxscript import opset23 as op
 
     return op.GatherND(values, _joined(indices))
 
 
 def _scatter_rows(values: Any, indices: Any, rows: Any, accumulate: bool = False) -> Any:
-    """Return the ONNX translation of ``values.index_put((i, j, k), rows)``.
-
-    The index tensors are joined by the same nodes as in `_gather_rows`, so that an optimizer can share the nodes.
-    torch.onnx's own translation builds other nodes.
-    """
+    """Translate ``values.index_put((i, j, k), rows)`` with the nodes of `_gather_rows`, to share them."""
     from onnxscript import opset23 as op
 
     return op.ScatterND(values, _joined(indices), rows)

@@ -151,21 +151,10 @@ def read_attention(
     *,
     attributes: VoteAttentionAttributes,
 ) -> Tensor:
-    """Return the attention output of a layer that reads the KV cache of another layer.
+    """Return the output [B, Hq, T, Dv] of a layer that reads the KV cache of another layer, 0 in padding rows.
 
-    The other layer has already appended the keys and values of the call's tokens. Queries of the reading layer change
-    no statistic of the slots.
-
-    Args:
-        query: [B, Hq, T, D] rotated queries. Row t is padding if t >= query_length.
-        position: [B, T] int64 absolute positions.
-        query_length: [B, 1] int64, the number of real tokens in this call.
-        state: The present state tensors of the other layer, as `vote_attention` returns them.
-        sink_logits: [Hq], one learned logit for each head that takes probability and has no value, or None.
-        attributes: The attributes of the other layer.
-
-    Returns:
-        The output [B, Hq, T, Dv] in the query's dtype, 0 in padding rows.
+    The other layer has already appended the call's tokens (`state` is its present state). The queries of the reading
+    layer change no statistic of the slots. Other arguments are those of `vote_attention`.
     """
     key, value, votes, _, slot_position, *scales = state
     if attributes.value_prefix:
@@ -202,15 +191,7 @@ def _visible(
 def _probability(
     query: Tensor, keys: Tensor, bias: Tensor, sink_logits: Tensor | None, attributes: VoteAttentionAttributes
 ) -> tuple[Tensor, Tensor]:
-    """Return attention logits without bias, and the probabilities of C cache slots, both [B, H, Hq / H, T, C] float32.
-
-    Args:
-        query: [B, Hq, T, D] float32.
-        keys: [B, H, C, D] float32.
-        bias: [B, H, T, C].
-        sink_logits: [Hq], or None.
-        attributes: The attributes of the node.
-    """
+    """Return logits without bias, and probabilities, both [B, H, Hq / H, T, C] float32."""
     batch, query_heads, tokens, head_size = query.shape
     heads = keys.shape[1]
     group = query_heads // heads
@@ -229,17 +210,9 @@ def _probability(
 def _appended(
     past: Tensor, rows: Tensor, index: tuple[Tensor, ...], is_new: Tensor, past_scale: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Return the cached keys or values with the rows of new tokens written at `index`.
+    """Return the cached keys or values with the rows [B, H, T, D] of new tokens at `index`: stored and in float32.
 
-    Args:
-        past: The stored keys or values.
-        rows: [B, H, T, D], the new rows.
-        index: Three index tensors [B, H, T]: batch, head and slot.
-        is_new: [B, 1, T, 1] bool. False for padding.
-        past_scale: The scales of a quantized cache, otherwise empty.
-
-    Returns:
-        The stored form, the float32 form and, for a quantized cache, the scales.
+    A quantized cache has its scales as a third result. `is_new` [B, 1, T, 1] is false for padding.
     """
     if not is_quantized(past):
         present = past.index_put(index, torch.where(is_new, rows, past[index]))
@@ -273,10 +246,10 @@ def _extra(method: Method | None, past: tuple[Tensor, ...], fresh: Tensor, new: 
 
 
 def _log_weights(lengths: Tensor, step: Tensor, statistic: Statistic) -> tuple[Tensor, Tensor]:
-    """Return the number n [B, 1] of queries that a slot's statistic counts, and the log weight [B, T] of each query.
+    """Return the number n [B, 1] of queries that a statistic counts, and the log weight [B, T] of each query.
 
-    The weight of counted query i is ``decay^(n-1-i)`` times its recency weight. The log weight is LOG_ZERO for padding
-    and for queries outside the statistic's window.
+    The weight of counted query i is ``decay^(n-1-i)`` times its recency weight; it is LOG_ZERO for padding and for
+    queries outside the statistic's window.
     """
     n = lengths if statistic.window == 0 else torch.clamp(lengths, max=statistic.window)
     back = lengths - 1 - step  # 0 is the newest real row

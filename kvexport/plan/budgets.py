@@ -49,10 +49,7 @@ def allocate(recipe: Recipe, layers: int) -> list[int]:
 
 
 def _listed(recipe: Recipe, layer_numbers: Sequence[int], left: int) -> list[float]:
-    """Return cache budgets in slots in the ratios of `cache.allocation.shares`, within the bounds of each cache.
-
-    A budget is at least `least_slots` and at most `limits.max_length`.
-    """
+    """Return budgets in the ratios of the listed shares, each from `least_slots` to `limits.max_length`."""
     allocation = recipe.cache.allocation
     shares = [share for row in allocation.shares for share in row]
     others = [share for layer, share in zip(layer_numbers, shares, strict=True) if layer not in allocation.whole]
@@ -92,10 +89,7 @@ def _left_by_whole_layers(recipe: Recipe, layer_numbers: Sequence[int]) -> int:
 
 
 def head_shares(recipe: Recipe) -> list[list[float]]:
-    """Return the shares of the cache budget that a recipe lists for KV heads (`cache.allocation.shares`), by layer.
-
-    The list is empty if a layer has one budget for all of its heads.
-    """
+    """Return the listed shares of KV heads by layer; empty if a layer has one budget for all of its heads."""
     allocation, method = recipe.cache.allocation, recipe.cache.build_method()
     listed = method.compresses and (allocation.kind or method.allocation) == "listed"
     return allocation.shares if listed else []

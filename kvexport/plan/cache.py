@@ -69,11 +69,7 @@ class LayerCache:
         return slots_of(self.capacity)
 
     def of_head(self, tensor: StateTensor, x: NDArray[Any], head: int) -> NDArray[Any]:
-        """Return a view [B, 1, C, ...] of one KV head's part of a state tensor [B, S, ...] of the cache.
-
-        S is the number of slots of all heads, and C of the one head. The tensor `score` [B, K, S], with K statistics
-        for each slot, gives [B, 1, K, C].
-        """
+        """Return a view [B, 1, C, ...] of one KV head's part of a state tensor; of `score`, [B, 1, K, C]."""
         if tensor.slot_axis is None:
             return x[:, head : head + 1]
         slots = np.moveaxis(x, tensor.slot_axis, 0)[self.head_slots[head]]
@@ -161,10 +157,7 @@ class CachePlan:
 
     @property
     def cache_positions(self) -> bool:
-        """Whether RoPE rotates keys by their places in the cache, and not by token positions.
-
-        Every head of every layer then holds the same number of entries.
-        """
+        """Whether RoPE rotates keys by their places in the cache, so that all heads hold equally many entries."""
         return self.caches[0].rotary.cache_positions
 
     def heads(self, name: str) -> NDArray[np.int64]:
@@ -188,10 +181,7 @@ class CachePlan:
                 yield tensor.past(place), tensor.present(place), layer, tensor.name
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return the cache plan in the form that an artifact's manifest contains.
-
-        A layer that stores its values has no key `value_in_key`, as in artifacts of earlier versions.
-        """
+        """Return the plan as in a manifest, where a layer that stores its values has no key `value_in_key`."""
         layers = [asdict(layer) for layer in self.caches]
         return [{k: x for k, x in layer.items() if k != "value_in_key" or x} for layer in layers]
 
@@ -220,12 +210,7 @@ def resized(x: NDArray[Any], axis: int, before: Sequence[int], after: Sequence[i
 
 
 def stored_rows(stored: NDArray[Any], scale: NDArray[Any] | None) -> NDArray[np.float32]:
-    """Return the keys or values in a state tensor as float32; those of an 8-bit or 4-bit cache stay Hadamard-rotated.
-
-    Args:
-        stored: The tensor: [..., D], or uint8 [..., D / 2] for 4-bit numbers.
-        scale: The scales [...] of a quantized cache, otherwise None.
-    """
+    """Return stored keys or values as float32; those of an 8-bit or 4-bit cache stay Hadamard-rotated."""
     if scale is None:
         return stored.astype(np.float32)
     if stored.dtype == np.uint8:

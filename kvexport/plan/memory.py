@@ -7,7 +7,7 @@ estimated on a GPU and not counted on the CPU.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,10 +94,10 @@ class MemoryPlan:
 
     @property
     def snapshot_bytes(self) -> int:
-        """The bytes of a snapshot of one sequence's KV cache, taken right after the prompt's merge.
+        """The bytes of a snapshot of one sequence, taken right after the prompt's merge.
 
-        A snapshot contains the slots of the budgets, and those recent queries of a method's ring buffer that the next
-        merge will still read (`Lanes.before_merge`).
+        It has the slots of the budgets, and the queries of a ring that the next merge will still read
+        (`Lanes.before_merge`).
         """
         recipe, caches = self.recipe, self.cache.caches
         slack = self.cache.heads("capacity") - self.cache.heads("budget")
@@ -126,12 +126,6 @@ class MemoryPlan:
         if self.arena_bytes:
             return self.weight_bytes + self.adapter_bytes + self.arena_bytes
         return replace(self.server, state=0, prefixes=0, sessions=0).total
-
-    @property
-    def advice(self) -> Mapping[str, str]:
-        from kvexport import backends
-
-        return backends.get(self.recipe.backend.name).advice(self.recipe, self.cache, self.weight_bytes)
 
     @property
     def ratio(self) -> float | None:
@@ -181,10 +175,7 @@ class MemoryPlan:
         return low if low and self._with_budget(low) else None
 
     def _fits(self, budget: int, room: int) -> bool:
-        """Return whether the caches of max_batch sequences with a uniform `budget` fit into `room` bytes.
-
-        A budget too small for sinks and recent slots counts as fitting.
-        """
+        """Return whether max_batch sequences of a uniform budget fit; one too small for sinks and recent slots does."""
         cache = self._with_budget(budget)
         return cache is None or state_bytes(self.recipe, cache, self.recipe.limits.max_batch) <= room
 
@@ -224,7 +215,6 @@ class MemoryPlan:
                 {**entry, "bytes": layer.bytes()}
                 for entry, layer in zip(self.cache.to_json(), self.cache.caches, strict=True)
             ],
-            "advice": dict(self.advice),
             "not_counted": self._left_out,
         }
 
@@ -245,7 +235,6 @@ class MemoryPlan:
             f"weights{', adapters' * bool(self.adapter_bytes)} and caches": f"{format_bytes(total)}; {self._left_out}",
             "kvexport serve": str(self.server),
         }
-        summary |= self.advice
         if notes := cache_notes(recipe, self.cache):
             summary["note"] = "; ".join(notes)
         if self.full_bytes is None or self.ratio is None:
@@ -283,9 +272,8 @@ class MemoryPlan:
 def gpu_bytes(recipe: Recipe, config: Any, itemsize: int) -> int:
     """Return about how many bytes a GPU needs beside weights and caches; 0 if the recipe runs on the CPU.
 
-    Activations are largest in the feed-forward network of a layer, while every lane (row of the batch) reads a chunk of
-    its prompt: the residual stream, its norm, the gate, the up projection and their product. The logits of every lane
-    are in float32.
+    Activations are largest in a feed-forward network, while every lane reads a chunk: the residual stream, its norm,
+    the gate, the up projection and their product. The logits of every lane are in float32.
     """
     from kvexport import backends
 
@@ -306,8 +294,7 @@ def _with_fewer_rows(ring: StateTensor, count: int) -> StateTensor:
 def full_layer_bytes(layer: LayerGeometry, length: int, itemsize: int) -> int:
     """Return the bytes of a layer's keys and values of `length` tokens in a full KV cache.
 
-    Values that are a part of their keys are not counted again. A layer with a sliding window keeps the last
-    `sliding_window` tokens. Votes, scores and positions are not counted.
+    A layer with a sliding window keeps the last `sliding_window` tokens. Votes, scores and positions are not counted.
     """
     slots = min(length, layer.sliding_window) if layer.sliding_window else length
     size = layer.key_size + (0 if layer.value_in_key else layer.value_size)

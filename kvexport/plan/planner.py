@@ -99,7 +99,7 @@ def _reads_values_from_keys(recipe: Recipe, method: Method) -> bool:
 
 
 def _enough(recipe: Recipe, key: str, most: int, beside: int = 0) -> str:
-    """Return advice for the user: options with which a cache budget holds sinks, recent slots and one more slot."""
+    """Return options with which a budget holds sinks, recent slots and one more slot."""
     sinks, recent = recipe.cache.sinks, recipe.cache.recent
     share = min(recent, 0.99) if isinstance(recent, float) else 0.0
     least = math.ceil((sinks + 1 + (0 if share else recent)) / (1 - share))
@@ -114,11 +114,7 @@ def _recent(recipe: Recipe, budget: int) -> int:
 
 
 def selected_plan(recipe: Recipe, plan: CachePlan) -> CachePlan | None:
-    """Return the plan of the smaller cache that decode steps read with `cache.periodic`, or None without it.
-
-    The smaller cache has room for entries that are selected from the full cache, and for the tokens until the next
-    selection.
-    """
+    """Return the plan of the smaller cache that decode steps read with `cache.periodic`, or None without it."""
     periodic = recipe.cache.periodic
     if periodic.slots is None:
         return None
@@ -139,10 +135,9 @@ def _with_slots(cache: LayerCache, budget: int, slots: int, recent: int) -> Laye
 
 
 def settled_plan(recipe: Recipe, plan: CachePlan) -> CachePlan:
-    """Return the plan of the largest number of cache slots that a sequence uses after its prompt was read.
+    """Return the plan of the most slots that a sequence uses after its prompt was read.
 
-    The result is `plan` itself, unless the recipe merges prompts at their end. In that case a cache uses its budget and
-    the slots for the tokens until the next merge; the remaining slots stay allocated but empty.
+    It is `plan` itself, unless prompts merge at their end; then it has the budgets and the slots until the next merge.
     """
     if recipe.cache.merge_prompts == "chunks":
         return plan
@@ -222,10 +217,7 @@ def _require_caches_read(recipe: Recipe, readers: Mapping[int, int]) -> None:
 
 
 def _require_no_merges(recipe: Recipe, caches: Sequence[LayerCache], method: Method) -> None:
-    """Raise UsageError if speculative or periodic decoding is combined with a KV cache that evicts.
-
-    With speculative decoding, layers may still drop entries that their sliding window has passed.
-    """
+    """Refuse speculative or periodic decoding with a cache that evicts more than a sliding window has passed."""
     merging = [i for i, cache in enumerate(caches) if cache.merges]
     if not merging or (recipe.speculate.draft is None and recipe.cache.periodic.slots is None):
         return

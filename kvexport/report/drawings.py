@@ -1,4 +1,4 @@
-"""Plots and heat maps of a report: SVG by matplotlib (extra `report`), or tables of their values without it."""
+"""Plots of a report: SVG by matplotlib (extra `report`), or tables of their values without it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from kvexport.packages import is_there
-from kvexport.report.sections import HeatMap, Plot, Series, Table, escape, format_number, plain
+from kvexport.report.sections import Plot, Series, Table, escape, format_number, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,48 +34,38 @@ STYLE: Any = {
 }
 
 
-def as_table(drawing: Plot | HeatMap) -> Table:
-    note = f"{drawing.note} {NO_DRAWINGS}".strip()
-    if isinstance(drawing, HeatMap):
-        rows = [[tick, *values] for tick, values in zip(drawing.y_ticks, drawing.values, strict=True)]
-        return Table(drawing.title, [drawing.y_label, *map(plain, drawing.x_ticks)], rows, note)
-    points = [(series.name, x, y) for series in drawing.series for x, y in zip(series.x, series.y, strict=True)]
-    return Table(drawing.title, ["", drawing.x_label, drawing.y_label], points, note)
+def as_table(plot: Plot) -> Table:
+    points = [(series.name, x, y) for series in plot.series for x, y in zip(series.x, series.y, strict=True)]
+    return Table(plot.title, ["", plot.x_label, plot.y_label], points, f"{plot.note} {NO_DRAWINGS}".strip())
 
 
 def can_draw() -> bool:
     return is_there("matplotlib")
 
 
-def figure(drawing: Plot | HeatMap) -> str:
+def figure(plot: Plot) -> str:
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    note = drawing.note
-    columns = len(drawing.x_ticks) if isinstance(drawing, HeatMap) else 0
     # matplotlib warns if its font lacks a character, but the reader's browser has other fonts.
     with rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        height = 3.4 if isinstance(drawing, Plot) else 1.2 + 0.3 * max(len(drawing.y_ticks), 2)
-        drawn = Figure(figsize=(max(5.6, 0.62 * columns) if columns > 8 else 5.6, height), layout="constrained")
+        drawn = Figure(figsize=(5.6, 3.4), layout="constrained")
         axes = drawn.add_subplot()
-        axes.set_xlabel(plain(drawing.x_label))
-        axes.set_ylabel(plain(drawing.y_label))
-        if isinstance(drawing, Plot):
-            note = f"{note} {_plot(drawing, axes)}".strip()
-        else:
-            _heat_map(drawing, axes)
+        axes.set_xlabel(plain(plot.x_label))
+        axes.set_ylabel(plain(plot.y_label))
+        note = f"{plot.note} {_plot(plot, axes)}".strip()
         text = io.StringIO()
         canvas: Any = FigureCanvasSVG(drawn)
         canvas.print_svg(text, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     svg = text.getvalue()
     # In a page of HTML the namespaces of SVG are known, so that a report contains no address.
     svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg[svg.index("<svg ") :]).replace("xlink:href", "href")
-    svg = svg.replace("<svg ", f'<svg class="drawing" role="img" aria-label="{escape(drawing.title)}" ', 1)
-    caption = f"<figcaption><h2>{escape(drawing.title)}</h2></figcaption>"
+    svg = svg.replace("<svg ", f'<svg class="drawing" role="img" aria-label="{escape(plot.title)}" ', 1)
+    caption = f"<figcaption><h2>{escape(plot.title)}</h2></figcaption>"
     inner = f'<div class="scroll" tabindex="0">\n{svg}</div>\n<p class="note">{escape(note)}</p>'
-    return f'<figure class="{"wide" * (columns > 8)}">\n{caption}\n{inner}\n</figure>'
+    return f"<figure>\n{caption}\n{inner}\n</figure>"
 
 
 def _plot(plot: Plot, axes: Axes) -> str:
@@ -116,30 +106,3 @@ def _points(plot: Plot, series: Series) -> tuple[list[float], list[float], list[
         points.append([*numbers[:2], *(value if abs(value) < BIG else numbers[1] for value in numbers[2:])])
     columns: Any = tuple(map(list, zip(*points, strict=True))) or ([], [], [], [])
     return columns  # type: ignore[no-any-return]
-
-
-def _heat_map(chart: HeatMap, axes: Axes) -> None:
-    values = [[math.nan if value is None else float(value) for value in row] for row in chart.values]
-    known = [value for row in values for value in row if math.isfinite(value)]
-    low = min(known, default=0.0) if chart.low is None else chart.low
-    high = max(known, default=1.0) if chart.high is None else chart.high
-    axes.grid(visible=False)
-    axes.set_facecolor("#f5f7f9")
-    if not chart.x_ticks or not chart.y_ticks:
-        return
-    # A mesh is drawn, because the page's security policy would not show an image. The numbers in the cells replace a
-    # scale of colours.
-    most = high if high > low else low + 1
-    axes.pcolormesh(values, cmap="cividis", vmin=low, vmax=most, edgecolors="white")
-    axes.invert_yaxis()
-    axes.set_xticks([c + 0.5 for c in range(len(chart.x_ticks))], [_short(plain(tick)) for tick in chart.x_ticks])
-    axes.set_yticks([r + 0.5 for r in range(len(chart.y_ticks))], [_short(plain(tick)) for tick in chart.y_ticks])
-    for r, row in enumerate(values):
-        for c, value in enumerate(row):
-            dark = math.isfinite(value) and (value - low) / (most - low) < 0.5
-            text = format_number(chart.values[r][c])
-            axes.text(c + 0.5, r + 0.5, text, ha="center", va="center", size=8, color="white" if dark else "black")
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 16 else text[:15] + "…"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from kvexport.report.drawings import as_table, can_draw, figure
-from kvexport.report.sections import HeatMap, KeyValues, Plot, Section, Table, escape, flag_of, numeric_columns
+from kvexport.report.sections import KeyValues, Plot, Section, Table, escape, flag_of, numeric_columns
 
 # The dark colours are for screens alone: paper is white. A table that is wider than the window scrolls; a shadow marks
 # each side on which columns are hidden.
@@ -35,7 +35,7 @@ td.num{white-space:nowrap}.good{font-weight:600;color:var(--good);background:var
 .bad{font-weight:600;color:var(--bad);background:var(--bad-bg)}
 dl{display:grid;grid-template-columns:fit-content(45%) 1fr;gap:.2rem 1rem}
 .figures{display:grid;gap:2rem 2.5rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,28rem),1fr))}
-figure{min-width:0;max-width:44rem}figure.wide{grid-column:1/-1;max-width:none}
+figure{min-width:0;max-width:44rem}
 .drawing{display:block;width:100%;height:auto;min-width:336px;max-width:720px;background:#fff}
 @media(min-width:600px){body{padding:2rem 2rem 4rem}}
 @media screen and (max-width:600px){table,dl{font-size:.8125rem}th,td{padding:.25rem .4rem;max-width:16rem}}
@@ -50,7 +50,7 @@ def render_html(title: str, subtitle: str, sections: Sequence[Section]) -> str:
     """
     body = ""
     # Consecutive drawings share a grid, side by side if the window is wide.
-    for drawn, group in groupby(sections, key=lambda section: isinstance(section, Plot | HeatMap)):
+    for drawn, group in groupby(sections, key=lambda section: isinstance(section, Plot)):
         parts = "".join(f"{_section(section)}\n" for section in group)
         body += f'<div class="figures">\n{parts}</div>\n' if drawn else parts
     return f"""<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">
@@ -64,7 +64,7 @@ def render_html(title: str, subtitle: str, sections: Sequence[Section]) -> str:
 
 
 def _section(section: Section) -> str:
-    if isinstance(section, Plot | HeatMap):
+    if isinstance(section, Plot):
         return figure(section) if can_draw() else _section(as_table(section))
     if isinstance(section, Table):
         return f"<section>\n{_table(section)}\n</section>"

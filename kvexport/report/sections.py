@@ -64,26 +64,6 @@ class Plot:
 
 
 @dataclass(frozen=True)
-class HeatMap:
-    title: str
-    x_label: str  # label of the x axis
-    y_label: str  # label of the y axis
-    x_ticks: Sequence[Cell]  # names of the columns
-    y_ticks: Sequence[Cell]  # names of the rows, from the top
-    values: Sequence[Sequence[float | None]]  # `values[row][column]`; None is an empty cell
-    low: float | None = None  # lower end of the colour scale; None is the smallest value
-    high: float | None = None  # upper end of the colour scale; None is the largest value
-    note: str = ""  # text below the grid
-
-    def __post_init__(self) -> None:
-        if [len(row) for row in self.values] != [len(self.x_ticks)] * len(self.y_ticks):
-            raise ValueError(
-                f"heat map {self.title!r}: values are not {len(self.y_ticks)} rows (y ticks) of {len(self.x_ticks)} "
-                "(x ticks)"
-            )
-
-
-@dataclass(frozen=True)
 class KeyValues:
     title: str
     mapping: Mapping[str, Cell]
@@ -94,7 +74,7 @@ class Paragraph:
     text: str
 
 
-Section = Table | Plot | HeatMap | KeyValues | Paragraph
+Section = Table | Plot | KeyValues | Paragraph
 
 
 def format_number(value: float | None) -> str:

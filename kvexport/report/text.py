@@ -11,7 +11,7 @@ from kvexport.report.sections import KeyValues, Paragraph, Section, Table, flag_
 def render_text(sections: Sequence[Section]) -> str:
     """Return a report as text with aligned columns.
 
-    Good cells are marked by "* ", bad cells by "! ". Plots and heat maps are left out.
+    Good cells are marked by "* ", bad cells by "! ". Plots are left out.
     """
     blocks: list[list[str]] = []
     for section in sections:

@@ -77,16 +77,10 @@ class SelectedCache:
         return by_heads(self.plan, tensors)
 
     def select(self, i: int, score: NDArray[np.float32] | None, used: int) -> Slots:
-        """Return the slots of one layer's full KV cache whose entries the selected cache copies, ascending.
+        """Return the slots [KV heads, n] of a full cache to copy, ascending; [1, n] for all heads.
 
-        Args:
-            i: The layer.
-            score: Scores of the slots [KV heads, at least used], by which slots between the sinks and the latest slots
-                are selected. Without scores, the latest slots are selected.
-            used: Occupied slots of the full cache.
-
-        Returns:
-            Slots [KV heads, n], or [1, n] if all heads take the same.
+        Scores [KV heads, at least `used`] select among the slots between the sinks and the latest ones; without scores,
+        the latest slots are selected.
         """
         layer = self.plan.caches[i]
         sinks, budget, recent = layer.sinks, layer.budget[0], layer.recent[0]

@@ -248,10 +248,9 @@ def next_turn(
     tools: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
 ) -> NDArray[np.int64] | None:
-    """Return the token ids that a conversation adds to a snapshot; None if the conversation begins in another way.
+    """Return the token ids that a conversation adds to a snapshot; None if it begins in another way.
 
-    The ids are those after the snapshot's last token: the end of its answer, and all later messages. The result is also
-    None without a chat template or tokenizer.
+    The ids are the end of the snapshot's answer, and all later messages. There are none without a chat template.
     """
     if engine.chat_template is None or engine.tokenizer is None:
         return None

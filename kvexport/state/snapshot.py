@@ -212,11 +212,7 @@ def _read_tensors(entries: Any, data: memoryview) -> dict[str, NDArray[Any]]:
 
 
 def _check(snapshot: Snapshot, manifest: Manifest) -> None:
-    """Check that a deserialized snapshot fits the artifact's cache plan and vocabulary.
-
-    Shapes and types must fit the cache plan, counters the occupied slots, and token ids the vocabulary. A snapshot that
-    passes can be run, and fits into the capacity of every cache.
-    """
+    """Check that shapes and types fit the cache plan, counters the occupied slots, and token ids the vocabulary."""
     plan, ids, counters = manifest.cache, snapshot.ids, snapshot.counters
     if ids.dtype != np.int64 or ids.ndim != 1 or not 0 <= counters.length <= len(ids):
         raise damaged(f"{counters.length} tokens seen of ids {ids.dtype} {list(ids.shape)}")
@@ -237,11 +233,7 @@ def _check(snapshot: Snapshot, manifest: Manifest) -> None:
 
 
 def _check_selections(snapshot: Snapshot, manifest: Manifest) -> dict[str, None]:
-    """Check the positions of a snapshot's selected cache entries, and return the names of the tensors with positions.
-
-    Only with the recipe's `cache.periodic` does a snapshot have selected entries, which decode steps read in place of
-    the full cache.
-    """
+    """Check the positions of selected entries (`cache.periodic`), and return the names of their tensors."""
     most = manifest.recipe.cache.periodic.slots
     layers = {f"past_key_values.{i}.{READ}": layer for i, layer in enumerate(manifest.cache.caches)}
     if most is None or not layers.keys() & snapshot.state.keys():

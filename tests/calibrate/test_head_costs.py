@@ -21,7 +21,7 @@ from kvexport.methods import all_methods
 from kvexport.plan.cache import LayerGeometry
 from kvexport.plan.planner import plan_cache
 from kvexport.recipe.load import LoadedRecipe, load_recipe
-from kvexport.validate.weights import load_model
+from kvexport.validate.reference import load_model
 
 LENGTH, BUDGETS = 128, (16, 40)
 IDS = np.random.default_rng(0).integers(5, 90, LENGTH).tolist()

@@ -11,7 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 from kvexport.calibrate.allotment import cheapest, curves_of, robust_budgets, shrunk
-from kvexport.calibrate.facts import fact_passages
 from kvexport.calibrate.head_shares import asked_and_answered, calibrate_heads, fitted_slots, head_shares_of
 from kvexport.calibrate.measured import Measured, budgets_of
 from kvexport.commands.app import app
@@ -25,7 +24,7 @@ SIZES = [*method_settings("ballot"), "cache.budget=32", "limits.max_length=256"]
 
 
 def test_the_command_raises_the_shares_of_the_heads_that_a_text_needs() -> None:
-    arguments = ["calibrate", "--recipe", "tiny-base", "--tasks", "text", "--passages", "1", "--json"]
+    arguments = ["calibrate", "--recipe", "tiny-base", "--json"]
     ran = CliRunner().invoke(app, [*arguments, *set_options(SIZES)])
     assert ran.exit_code == 0, ran.output
     result = json.loads(ran.stdout)
@@ -35,17 +34,10 @@ def test_the_command_raises_the_shares_of_the_heads_that_a_text_needs() -> None:
     # Only the second layer finds facts, and it finds fewer with fewer slots.
     assert costs[1, :, 0].sum() > 5 * costs[0, :, 0].sum() and costs[1, :, 0].sum() > 1.2 * costs[1, :, -1].sum()
     settings = [*SIZES, "cache.allocation.kind=listed", result["setting"]]
+    recall = np.array(result["costs"]["recall"])
+    assert recall.shape == (2, 2, 5) and recall[1, :, 0].sum() > 5 * recall[0, :, 0].sum()
     slots = allocate(load_recipe("tiny-base", settings).recipe, 2)
     assert sum(slots) == 4 * 32 and min(slots[2:]) > max(slots[:2])
-
-
-def test_answers_count_beside_texts() -> None:
-    settings = [*SIZES, "export.prefill_chunk=32"]
-    alone, both = (calibrate_heads("tiny-base", settings, passages=1, tasks=x) for x in (["text"], ["text", "recall"]))
-    assert list(both.costs) == ["text", "recall"] and both.costs["text"] == alone.costs["text"]
-    recall = np.array(both.costs["recall"])
-    assert recall.shape == (2, 2, 5) and recall[1, :, 0].sum() > 5 * recall[0, :, 0].sum()
-    assert both.shares != alone.shares
 
 
 def test_an_answer_is_judged_where_the_token_before_it_stands() -> None:
@@ -54,24 +46,11 @@ def test_an_answer_is_judged_where_the_token_before_it_stands() -> None:
     assert [sample.ids[p + 1] for p in sample.counted] == [6, 7, 9] and sample.ids[:3] == passage.ids
 
 
-def test_a_task_that_there_is_not_is_refused_by_name() -> None:
-    ran = CliRunner().invoke(app, ["calibrate", "--recipe", "tiny-base", "--tasks", "sums"])
-    assert ran.exit_code == 2 and "there is no task 'sums'" in ran.stderr
-
-
 def test_a_checkpoint_without_a_tokenizer_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
     for file in ("config.json", "model.safetensors"):
         shutil.copy(tiny_checkpoint / file, tmp_path)
     with pytest.raises(UsageError, match=r"has no tokenizer\.json"):
         calibrate_heads("tiny-base", [*SIZES, f"model.path={tmp_path}"])
-
-
-def test_a_text_that_is_too_short_or_missing_is_refused_with_a_fix(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="the text to insert facts into gives passages of") as caught:
-        fact_passages(tiny_checkpoint, "a bird. ", 1000, 1, 0)
-    assert "--text FILE with more text" in caught.value.fix
-    ran = CliRunner().invoke(app, ["calibrate", "--recipe", "tiny-base", "--text", str(tmp_path / "none")])
-    assert ran.exit_code == 2 and "cannot be read as text" in ran.stderr
 
 
 def test_budgets_of_least_cost_are_as_many_slots_and_more_where_evictions_cost_more() -> None:
@@ -124,7 +103,7 @@ def test_shares_follow_the_costs_at_the_budget_and_windows_bound_them() -> None:
 )
 def test_impossible_measurements_are_refused(settings: list[str], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        calibrate_heads("tiny-base", [*method_settings("ballot"), *settings], length=256, tasks=["text"])
+        calibrate_heads("tiny-base", [*method_settings("ballot"), *settings], length=256)
 
 
 def test_the_measured_budgets_reach_from_the_least_to_half_the_text() -> None:
@@ -134,7 +113,7 @@ def test_the_measured_budgets_reach_from_the_least_to_half_the_text() -> None:
 
 
 def test_kinds_of_text_come_from_the_users_folder(tmp_path: Path) -> None:
-    arguments = ["calibrate", "--recipe", "tiny-base", "--tasks", "kinds", "--texts", str(tmp_path)]
+    arguments = ["calibrate", "--recipe", "tiny-base", "--texts", str(tmp_path)]
     settings = set_options(SIZES)
     assert "has no file NAME.txt or NAME.md" in CliRunner().invoke(app, [*arguments, *settings]).stderr
     (tmp_path / "latin.txt").write_bytes(b"\xff")

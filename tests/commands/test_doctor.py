@@ -9,7 +9,6 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 
 import onnxruntime
 import pytest
@@ -22,16 +21,7 @@ from kvexport.backends.onnxruntime.backend import Native, _pages_row
 from kvexport.backends.tensorrt import plugin
 from kvexport.commands.app import app
 from kvexport.commands.doctor import diagnose
-from kvexport.errors import EnvironmentProblem
-from kvexport.packages import (
-    VERBS,
-    Package,
-    installed_bytes,
-    missing_package,
-    package_state,
-    require,
-    with_requirements,
-)
+from kvexport.packages import VERBS, Package, missing_package, package_state
 from tests.support.paths import ROOT
 
 
@@ -114,37 +104,6 @@ def test_this_machine_can_do_everything() -> None:
     assert {s.package.name for s in diagnosis.packages if s.problem} <= {"onnxruntime-gpu", "tensorrt", "cuda-bindings"}
 
 
-def test_sizes_on_disk_count_requirements_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    requires = {
-        "App_One": ["shared>=1", "heavy; extra == 'big'", "gone"],
-        "app-one": ["shared>=1", "heavy; extra == 'big'", "gone"],
-        "shared": ["app.one"],
-        "heavy": None,
-    }
-    sizes = {"app-one": [10, None], "shared": [5], "heavy": [1000]}
-
-    def lookup(name: str) -> object:
-        if name not in requires:
-            raise metadata.PackageNotFoundError(name)
-        return requires[name]
-
-    files = {name: SimpleNamespace(files=[SimpleNamespace(size=n) for n in each]) for name, each in sizes.items()}
-    monkeypatch.setattr(metadata, "requires", lookup)
-    monkeypatch.setattr(metadata, "distribution", files.__getitem__)
-    known = with_requirements(["App_One"])
-    assert known == {"app-one", "shared"}
-    assert installed_bytes(known) == 15
-
-
-def test_the_doctor_shows_the_disk_space_of_each_extra() -> None:
-    sizes = diagnose().sizes
-    assert sizes["export"] > sizes["run"] > 50e6  # PyTorch; ONNX Runtime and numpy
-    assert 0 < sizes["serve"] < 50e6
-    data = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
-    assert data["installed_bytes"] == sizes
-    assert re.search(r"run +\d+ MB\n +export +\+ [\d.]+ [MG]B", CliRunner().invoke(app, ["doctor"]).stdout)
-
-
 def test_running_tensorrt_engines_takes_no_torch() -> None:
     (line,) = re.findall(r"^tensorrt = \[(.+)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert re.findall(r'"([\w-]+)', line) == ["cuda-bindings", "tensorrt"]
@@ -160,15 +119,6 @@ def test_without_the_export_packages_artifacts_still_run(monkeypatch: pytest.Mon
     assert data["verbs"]["generate"] == {"works": True, "lacks": []}
     torch = next(p for p in data["packages"] if p["name"] == "torch")
     assert (torch["version"], torch["problem"], torch["install"]) == (None, "missing", "pip install 'kvexport[export]'")
-
-
-def test_only_validate_needs_polygraphy(monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, "polygraphy")
-    assert {verb for verb, lacks in diagnose().verbs.items() if lacks} == {"validate"}
-    require("build")
-    with pytest.raises(EnvironmentProblem, match="validate needs polygraphy, which is not installed") as caught:
-        require("validate")
-    assert caught.value.fix == "pip install 'kvexport[export]'"
 
 
 @pytest.mark.parametrize("module", ["onnxruntime", "tokenizers"])

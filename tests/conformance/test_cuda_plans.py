@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import ctypes
 import re
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvexport.backends import gpu_limits
 from kvexport.methods import all_methods
 from kvexport.methods.slots import Statistic
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
-from kvexport.plan.cache import CachePlan, LayerCache, LayerGeometry
+from kvexport.plan.cache import LayerCache, LayerGeometry
 from kvexport.plan.planner import plan_cache
 from kvexport.recipe.load import load_recipe
 from tests.conformance.cuda_library import Caller, merge_cache_call, vote_attention_call
@@ -123,15 +121,19 @@ def test_a_head_has_up_to_128_splits(caller: Caller) -> None:
 
 
 @pytest.mark.parametrize("method", ["keepkv", "ballot", "h2o", "kvslimmer"])
-@pytest.mark.parametrize("shared", sorted(set(gpu_limits.SHARED.values())))
+@pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10])
 def test_the_limits_of_a_merge_are_those_of_the_kernels(caller: Caller, shared: int, method: str) -> None:
-    """The kernels refuse what `gpu_limits` names for a GPU's shared memory, and take one slot less."""
+    """The kernels take the slots of the table in docs/tasks/cuda.md, and refuse one more.
+
+    A block's shared memory has 16 bytes for every kernel, the selection with 5 bytes for each slot, and the merge with
+    8 bytes for each evicted slot.
+    """
     ask = caller.library.kv_cuda_merge_cache_problem
     ask.restype = ctypes.c_char_p
     policy = all_methods()[method]()
     set_host(caller.library, shared_limit=shared)
     try:
-        most, evicted = gpu_limits.most_slots(shared), gpu_limits.most_evicted(shared)
+        most, evicted = (shared - 16 - 2064) // 5, (shared - 16 - 536) // 8
         sizes = [(most, most - 64, True), (most + 1, most - 63, False), (evicted + 64, 64, True)]
         if evicted + 65 <= most:
             sizes.append((evicted + 65, 64, policy.policy().merge == "drop"))
@@ -139,9 +141,5 @@ def test_the_limits_of_a_merge_are_those_of_the_kernels(caller: Caller, shared: 
             attributes = MergeCacheAttributes(policy, budget, 4, 32)
             call = merge_cache_call(attributes, "float16", (1, 2, capacity, 128), 128, len(policy.statistics))
             assert (ask(ctypes.byref(call)) is None) == runs, (capacity, budget)
-            layer = replace(layers_of("llama2-7b-keepkv")[2][0], capacity=(capacity,) * 2, budget=(budget,) * 2)
-            capability = next(name for name, size in gpu_limits.SHARED.items() if size == shared)
-            problem = gpu_limits.merge_problem(CachePlan((layer,)), policy, capability)
-            assert (problem == "") == runs, problem
     finally:
         set_host(caller.library)

@@ -8,8 +8,7 @@ import pytest
 
 from kvexport.commands.errors import report
 from kvexport.errors import UsageError
-from kvexport.evaluate.kept import read_result, write_result
-from kvexport.evaluate.result import Result, Score
+from kvexport.evaluate.result import Result, Score, read_result, write_result
 from kvexport.evaluate.statistics import mean
 from tests.support.disks import full_disk
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import kvexport
+from benchmarks.quality.recall import answers
 from kvexport.engine.engine import Engine
-from kvexport.evaluate.recall import Passage, answers, passage
+from kvexport.evaluate.recall import Passage, passage
 from kvexport.recipe.load import load_recipe
 
 FACTS = [

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from pathlib import Path
-
 import pytest
 
 from kvexport.errors import UsageError
-from kvexport.evaluate.settings import equal_bytes, longer_checkpoint, overrides_of, parse_budgets
+from kvexport.evaluate.settings import equal_bytes, overrides_of, parse_budgets
 from kvexport.plan.cache import LayerGeometry
 from kvexport.plan.planner import plan_cache
-from kvexport.recipe.inherit import recipe_folder
 
 GEOMETRY = [LayerGeometry(4, 2, 32, 32)] * 2
 
@@ -58,18 +53,3 @@ def test_the_bytes_of_a_prompt_compressed_once_are_those_after_it() -> None:
     assert {slots for c in actual for layer in plan_cache(c.recipe, GEOMETRY).caches for slots in layer.capacity} == {
         1024
     }
-
-
-def test_a_longer_checkpoint_shares_the_weights(tmp_path: Path) -> None:
-    original = recipe_folder() / "checkpoints" / "tiny"
-    copy = tmp_path / "original"
-    shutil.copytree(original, copy)
-    longer = longer_checkpoint(copy, tmp_path / "longer", 40960)
-    config = json.loads((copy / "config.json").read_text())
-    assert json.loads((longer / "config.json").read_text()) == {**config, "max_position_embeddings": 40960}
-    assert (copy / "model.safetensors").samefile(longer / "model.safetensors")
-    (copy / "config.json").write_text(
-        json.dumps({**config, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}})
-    )
-    with pytest.raises(UsageError, match="is dynamic"):
-        longer_checkpoint(copy, tmp_path / "again", 40960)

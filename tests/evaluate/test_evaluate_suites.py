@@ -1,4 +1,4 @@
-"""Tests of LongBench and RULER from a local folder, with the recipes of the papers' settings.
+"""Tests of RULER from a local folder, with the recipes of the papers' settings.
 
 They check the prompts and the scores.
 """
@@ -28,7 +28,6 @@ SHAPES = {
     "mistral-7b-keepkv": (32, 32, 8),
     "qwen3-8b-keepkv": (36, 32, 8),
 }
-LONGBENCH_PROMPT = "Read: {context} Question: {input} Answer:"
 RULER_PROMPT = "VAR a 12345 VAR b VAR a Find all variables of 12345"
 
 
@@ -52,30 +51,11 @@ def test_the_papers_settings_give_every_method_a_fifth_of_the_context(name: str)
 
 @pytest.fixture
 def suites(tmp_path: Path) -> Path:
-    """Folders with the layout of LongBench's and RULER's."""
-    for path, row in {
-        "longbench/data/hotpotqa.jsonl": {
-            "input": "Who?",
-            "context": "Anna did. " * 80,
-            "answers": ["Anna"],
-            "all_classes": None,
-        },
-        "longbench/data/lcc.jsonl": {
-            "input": "",
-            "context": "def f(x):",
-            "answers": ["    return x"],
-            "all_classes": None,
-        },
-        "ruler/vt/validation.jsonl": {"index": 0, "input": RULER_PROMPT, "outputs": ["a", "b", "q", "z", "7"]},
-    }.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
-    config = tmp_path / "longbench" / "config"
-    config.mkdir()
-    (config / "dataset2prompt.json").write_text(
-        json.dumps({"hotpotqa": LONGBENCH_PROMPT, "lcc": "Complete: {context}"})
-    )
-    (config / "dataset2maxlen.json").write_text(json.dumps({"hotpotqa": 8, "lcc": 6}))
+    """A folder with the layout of RULER's."""
+    row = {"index": 0, "input": RULER_PROMPT, "outputs": ["a", "b", "q", "z", "7"]}
+    path = tmp_path / "ruler" / "vt" / "validation.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
     return tmp_path
 
 
@@ -127,8 +107,6 @@ def test_a_papers_recipe_is_evaluated_on_a_local_folder(suites: Path, tiny_check
         "--json",
     ]
     arguments += [
-        "--longbench",
-        str(suites / "longbench"),
         "--ruler",
         str(suites / "ruler"),
         "--html",
@@ -137,7 +115,7 @@ def test_a_papers_recipe_is_evaluated_on_a_local_folder(suites: Path, tiny_check
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     data: dict[str, Any] = json.loads(result.stdout)
-    names = ["longbench/hotpotqa", "longbench/lcc", "ruler/vt"]
+    names = ["ruler/vt"]
     assert (data["length"], data["tasks"]) == (256, names)
     (keepkv,) = data["results"]
     assert (keepkv["label"], keepkv["slots"]) == ("keepkv", 51)
@@ -150,8 +128,6 @@ def test_a_papers_recipe_is_evaluated_on_a_local_folder(suites: Path, tiny_check
             .text.lower()
         )
         assert entry["scores"]["ruler/vt"]["accuracy"]["value"] == pytest.approx(sum(x in text for x in "abqz7") / 5)
-    # A prompt that is cut in the middle still ends with the question, and the engine generates from it.
-    assert 0 <= keepkv["scores"]["longbench/lcc"]["accuracy"]["value"] < 1
     page = (suites / "page.html").read_text()
     assert all(f"Accuracy: {name}" in page for name in names)
     built = json.loads((suites / "work" / "keepkv-51" / "manifest.json").read_text())

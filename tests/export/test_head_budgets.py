@@ -56,7 +56,7 @@ def test_an_engine_whose_heads_have_budgets_of_their_own_is_pytorchs(tmp_path: P
     assert (manifest.model.layers, manifest.model.query_heads) == (2, (4, 4))
     assert [layer.budget for layer in manifest.cache.caches] == [(14, 34), (29, 19)]
     result = validate_artifact(path, length=48)
-    assert result.passed and result.in_place_identical and result.head_merges > 10
+    assert result.passed and result.head_merges > 10
     assert re.search(r"budget, slots of a KV head +14 to 34", render_text(sections(result)))
     result.note(Mismatch(0, "merge", 1, "key", 1.0))
     assert "differs from PyTorch: layer 1, step 0 (merge), tensor key" in result.problem

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -170,23 +169,3 @@ def test_the_verb_prints_the_plan(tiny_recipe: Path) -> None:
     assert data["cache_bytes"] == 4 * data["cache_bytes_per_sequence"]
     server = 2 * plan.weight_bytes + plan.batch_bytes + (2 << 30) + (512 << 20)
     assert data["server_bytes"] == server and f"up to {format_bytes(server)}: " in shown.stdout
-
-
-def test_the_plan_names_the_gpus_with_too_little_memory(tiny_recipe: Path) -> None:
-    def with_slots(plan: MemoryPlan, capacity: int) -> MemoryPlan:
-        sizes = {"capacity": (capacity, 64), "budget": (capacity - 16, 48)}
-        caches = tuple(replace(layer, **sizes) for layer in plan.cache.caches)
-        return replace(plan, cache=replace(plan.cache, caches=caches))
-
-    assert not with_slots(plan_of(tiny_recipe), 19860).advice, "the CPU has no such limit"
-    cuda = plan_of(tiny_recipe, "backend.device=cuda")
-    assert not with_slots(cuda, 19859).advice
-    advice = with_slots(cuda, 19860).advice["merges on a GPU"]
-    assert "cache 0 has 19860 slots, and the kernels take 19859 where a thread block has 99 KiB" in advice
-    assert "or less (compute capability 8.6, 8.9, 12.0, 12.1)" in advice
-    plan = plan_of(tiny_recipe, "backend.name=tensorrt")
-    assert list(plan.advice) == ["build of the engines on a Jetson"]
-    assert "none can be built: cache 0 has" in with_slots(plan, 19860).advice["engines for some GPUs"]
-    times = f"about {format_bytes(3 * plan.weight_bytes)} to {format_bytes(4 * plan.weight_bytes)} of its memory"
-    assert times in plan.advice["build of the engines on a Jetson"]
-    assert plan.to_json()["advice"] == plan.advice

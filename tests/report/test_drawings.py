@@ -1,4 +1,4 @@
-"""Tests of plots and heat maps: the values that they show, those that are left out, and tables in their place."""
+"""Tests of plots: the values that they show, those that are left out, and tables in their place."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import pytest
 from kvexport.report import page as report_page
 from kvexport.report.drawings import _points
 from kvexport.report.page import render_html
-from kvexport.report.sections import HeatMap, Paragraph, Plot, Section, Series
+from kvexport.report.sections import Paragraph, Plot, Section, Series
 from tests.support.report_pages import Page, drawings, page
-
-HEAT = HeatMap("h", "x", "y", ["a", 2], ["r", "s"], [[0.5, None], [math.nan, 2e-7]])
 
 
 def texts(section: Section) -> list[str]:
@@ -49,26 +47,18 @@ def test_any_values_can_be_drawn(values: list[float | None], log: bool) -> None:
     series = [Series("s", list(range(len(values))), values)]
     section = Plot("p", "x", "y", series, x_log=log, y_log=log, x_also=(2.0,), y_also=(0.0, 3.0))
     assert len(drawings(page(section))) == 1
-    assert len(drawings(page(HeatMap("h", "x", "y", values, ["r"], [values])))) == 1
-
-
-def test_a_heat_map_numbers_its_cells() -> None:
-    shown = texts(HEAT)
-    assert {"0.5", "2e-7", "a", "2", "r", "s"} <= set(shown)
-    assert shown.count("\N{EN DASH}") >= 1 and "nan" in shown
-    assert len(drawings(page(HeatMap("h", "x", "y", [], [], [])))) == 1
 
 
 def test_without_matplotlib_there_are_tables_and_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report_page, "can_draw", lambda: False)
     plot = Plot("p", "slots", "nats", [Series("s", [16, 32], [0.25, None])], note="A note.")
-    html = page(plot, HEAT)
-    assert not drawings(html) and Page(html).text().count("pip install 'kvexport[report]'") == 2
+    html = page(plot)
+    assert not drawings(html) and Page(html).text().count("pip install 'kvexport[report]'") == 1
     cells = [data for tag, data in Page(html).texts if tag == "td"]
-    assert cells == ["s", "16", "0.25", "s", "32", "\N{EN DASH}", "r", "0.5", "\N{EN DASH}", "s", "nan", "2e-7"]
+    assert cells == ["s", "16", "0.25", "s", "32", "\N{EN DASH}"]
 
 
 def test_neighbouring_drawings_share_a_grid() -> None:
     plot = Plot("p", "x", "y", [Series("s", [1], [1])])
-    html = render_html("Report", "of a run", [plot, HEAT, Paragraph("text"), plot])
+    html = render_html("Report", "of a run", [plot, plot, Paragraph("text"), plot])
     assert [len(re.findall("<figure", group)) for group in html.split('<div class="figures">')[1:]] == [2, 1]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvexport.report.page import render_html
-from kvexport.report.sections import HeatMap, KeyValues, Paragraph, Plot, Section, Series, Table, format_number
+from kvexport.report.sections import KeyValues, Paragraph, Plot, Section, Series, Table, format_number
 from kvexport.report.text import render_text
 from tests.support.report_pages import Page, drawings, page
 
@@ -30,7 +30,6 @@ def every_kind(text: str = "plain") -> list[Section]:
         KeyValues(text, {text: text, "none": None}),
         Table(text, [text, "b"], [[text, 1.5], [text, None]], note=text, highlight={(0, 1): "good", (1, 1): "bad"}),
         Plot(text, text, text, series, y_log=True, note=text),
-        HeatMap(text, text, text, [text, 2], [text], [[0.5, None]], note=text),
     ]
 
 
@@ -139,9 +138,6 @@ def test_lengths_that_do_not_fit_are_refused() -> None:
         Table("t", ["a", "b"], [[1, 2], [3]])
     with pytest.raises(ValueError, match="differ in length"):
         Series("s", [1, 2], [1, 2], low=[1])
-    for values in ([[1, 2]], [[1, 2], [3]], []):
-        with pytest.raises(ValueError, match="2 rows"):
-            HeatMap("h", "x", "y", ["a", "b"], [1, 2], values)
 
 
 def test_paragraphs_are_split_at_empty_lines() -> None:

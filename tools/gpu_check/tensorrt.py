@@ -18,7 +18,6 @@ from tools.gpu_check.target import Figures, Skipped, Target
 
 NEEDED = (
     "onnxruntime", "tokenizers", "yaml", "torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors",
-    "polygraphy",
 )  # fmt: skip
 ARTIFACTS: dict[str, dict[str, Any]] = {
     "float16": {},
@@ -47,7 +46,7 @@ def tensorrt(target: Target) -> Figures:
                 raise RuntimeError(f"{name}: {result.problem}")
             figures[name] = {
                 "operators": dict(result.operators),
-                "nats from PyTorch": result.own_kl,
+                "nats from transformers": result.first_kl,
                 "heads merged": result.head_merges,
                 **step_times(load(artifact)),
             }

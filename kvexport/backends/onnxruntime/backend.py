@@ -7,9 +7,9 @@ import logging
 import os
 import re
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvexport.backends.base import Backend, Description, Diagnosis, LoadOptions, NodeOpener, Runners
+from kvexport.backends.base import Backend, Description, Diagnosis, LoadOptions, NodeOpener
 from kvexport.backends.onnxruntime import devices
 from kvexport.backends.onnxruntime import operators as native
 from kvexport.errors import EnvironmentProblem, UsageError
@@ -17,13 +17,12 @@ from kvexport.machine import suitable_threads
 from kvexport.packages import Package
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from kvexport.artifact.manifest import Manifest
     from kvexport.backends.onnxruntime.model import LoadedModel
     from kvexport.methods.base import Method
-    from kvexport.plan.cache import CachePlan
     from kvexport.recipe.fields import Recipe
 
 log = logging.getLogger(__name__)
@@ -60,14 +59,6 @@ class OnnxRuntime(Backend):
 
     def problems(self, recipe: Recipe) -> list[tuple[str, str]]:
         return devices.problems(self.device(recipe))
-
-    def advice(self, recipe: Recipe, cache: CachePlan, weight_bytes: int) -> Mapping[str, str]:
-        """Return which GPUs must run the operator MergeCache as an ONNX function, which is slower, and why."""
-        from kvexport.backends.gpu_limits import merge_problem
-
-        if self.device(recipe) != "cuda" or not (problem := merge_problem(cache, recipe.cache.build_method())):
-            return {}
-        return {"merges on a GPU": f"by MergeCache's ONNX function, which is slower, on some GPUs: {problem}"}
 
     def library_products(self, recipe: Recipe) -> bool:
         return self.device(recipe) == "cuda"
@@ -128,13 +119,6 @@ class OnnxRuntime(Backend):
         if graphs.merge:
             require_interface(model.merge, path / graphs.merge, manifest.cache, {})
         return model
-
-    def runners(self, model: Any, manifest: Manifest) -> Runners:
-        from polygraphy.backend.onnxrt import OnnxrtRunner
-
-        decoder = OnnxrtRunner(model.decoder, name="engine")
-        merge = OnnxrtRunner(model.merge, name="engine") if model.merge else None
-        return Runners(decoder, decoder, merge, model.open_decoder)
 
     def operators(self, manifest: Manifest, device: str | None) -> dict[str, str]:
         return {op: str(how) for op, how in native.implementations(manifest, device).items()}

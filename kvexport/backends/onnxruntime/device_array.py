@@ -20,11 +20,7 @@ ALL = slice(None)
 
 
 class DeviceArray:
-    """A tensor at a fixed address on a GPU ("cuda") for ONNX Runtime sessions to bind; at first all zeros.
-
-    `write` and `read` cover the whole tensor. `lanes` returns a tensor over some of its batch lanes, in the same
-    memory.
-    """
+    """A tensor at a fixed address on a GPU ("cuda") for ONNX Runtime sessions to bind; at first all zeros."""
 
     def __init__(self, device: str, shape: tuple[int, ...], dtype: Any) -> None:
         from onnxruntime import OrtValue

@@ -21,21 +21,12 @@ def open_session(
     operators: Path | None,
     device: str,
     graphs: bool = False,
-    model: bytes | None = None,
     float_input: bool = False,
     stream: int | None = None,
 ) -> Any:
-    """Return an ONNX Runtime session of an ONNX graph.
+    """Return a session of the graph at `path`; `stream` is a CUDA stream for its runs, None for one of its own.
 
-    Args:
-        path: The file of the ONNX graph.
-        threads: The number of threads; 0 for ONNX Runtime's own choice.
-        operators: The library of native operators to register, or None to run their ONNX functions.
-        device: The device: cpu or cuda.
-        graphs: Whether the session captures CUDA graphs.
-        model: The bytes of another ONNX graph to run over the weights of the graph at `path`.
-        float_input: Whether packed weights are multiplied with unrounded inputs; this needs the package onnx.
-        stream: The CUDA stream of the session's runs; None for a stream of the session's own.
+    `float_input` multiplies packed weights with unrounded inputs, and needs the package onnx.
     """
     import onnxruntime as ort
 
@@ -46,10 +37,8 @@ def open_session(
     options.add_session_config_entry("session.force_spinning_stop", "1")
     if operators is not None:
         options.register_custom_ops_library(str(operators))
-    if float_input:
-        model = _with_float_input(path.read_bytes() if model is None else model) or model
     source: Any = str(path)
-    if model is not None:
+    if float_input and (model := _with_float_input(path.read_bytes())):
         source = model
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
     cpu = PROVIDERS["cpu"]
@@ -57,7 +46,7 @@ def open_session(
         try:
             return ort.InferenceSession(source, options, providers=[cpu])
         except Exception as error:
-            if lacks_memory(error) or model is not None:
+            if lacks_memory(error):
                 raise
             raise _unusable(path, f"ONNX Runtime does not open it: {first_line(error)}") from error
     load_cuda_libraries(ort)

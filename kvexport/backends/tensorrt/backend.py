@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvexport.backends.base import Backend, Description, Diagnosis, LoadOptions, Preparation, Runners
-from kvexport.backends.tensorrt import environment, plugin
+from kvexport.backends.base import Backend, Description, Diagnosis, LoadOptions, Preparation
+from kvexport.backends.tensorrt import plugin
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.packages import Package
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
     from kvexport.artifact.manifest import Manifest
     from kvexport.backends.tensorrt.model import LoadedModel
-    from kvexport.plan.cache import CachePlan
     from kvexport.recipe.fields import Recipe
 
 
@@ -66,18 +64,6 @@ class TensorRT(Backend):
             )
         return EngineBuilder(section.of(recipe).tensorrt).add_engines
 
-    def advice(self, recipe: Recipe, cache: CachePlan, weight_bytes: int) -> Mapping[str, str]:
-        """Return the memory that a build of engines takes on a Jetson, and for which GPUs no engines can be built."""
-        from kvexport.backends.gpu_limits import merge_problem
-        from kvexport.backends.tensorrt.engines import MOST_SORTED
-        from kvexport.backends.tensorrt.environment import build_memory
-
-        rows = {"build of the engines on a Jetson": build_memory(weight_bytes, packed=recipe.weights.bits == 4)}
-        slots = max((max(layer.capacity) for layer in cache.caches if layer.merges), default=0)
-        if slots > MOST_SORTED and (problem := merge_problem(cache, recipe.cache.build_method())):
-            rows["engines for some GPUs"] = f"none can be built: {problem}, and TensorRT sorts {MOST_SORTED}"
-        return rows
-
     def operator_problem(self, recipe: Recipe, operator: str) -> tuple[str, str] | None:
         """Return why TensorRT cannot run an operator, and the backend that can; None if it can.
 
@@ -109,37 +95,25 @@ class TensorRT(Backend):
 
         return LoadedModel(path, manifest)
 
-    def runners(self, model: Any, manifest: Manifest) -> Runners:
-        from polygraphy.backend.trt import TrtRunner
-
-        from kvexport.backends.tensorrt.engines import DECODE, PREFILL
-
-        decode = TrtRunner(model.decoder, name="engine", optimization_profile=DECODE)
-        several = manifest.limits.prefill_chunk > 1
-        prefill = TrtRunner(model.decoder, name="engine", optimization_profile=PREFILL) if several else decode
-        merge = TrtRunner(model.merge, name="engine", optimization_profile=0) if model.merge else None
-        return Runners(decode, prefill, merge)
-
     def diagnose(self) -> Diagnosis:
         """Return the state of TensorRT's plugin library on this machine, for `kvexport doctor`.
 
         Whether TensorRT accepts the plugins is known only when engines are built.
         """
-        here = {"weights of a TensorRT build": memory} if (memory := environment.most_weights()) else {}
         try:
             path = plugin.library()
         except EnvironmentProblem as error:
             row = f"none: {error.problem}. To mend it: {error.fix}"
             return Diagnosis(
-                {"TensorRT plugins": row, **here}, {"tensorrt_plugins": {"problem": error.problem, "fix": error.fix}}
+                {"TensorRT plugins": row}, {"tensorrt_plugins": {"problem": error.problem, "fix": error.fix}}
             )
         if path is not None:
-            return Diagnosis({"TensorRT plugins": str(path), **here}, {"tensorrt_plugins": {"library": str(path)}})
+            return Diagnosis({"TensorRT plugins": str(path)}, {"tensorrt_plugins": {"library": str(path)}})
         problem, fix = plugin.why_no_library()
         lacks = plugin.what_building_lacks() if fix == plugin.BUILD else None
         why = f"{problem}; to build them here, first: {lacks}" if lacks else problem
         row = f"none: {why}. To mend it: {fix}"
-        return Diagnosis({"TensorRT plugins": row, **here}, {"tensorrt_plugins": {"problem": why, "fix": fix}})
+        return Diagnosis({"TensorRT plugins": row}, {"tensorrt_plugins": {"problem": why, "fix": fix}})
 
     def describe(self, path: Path, manifest: Manifest) -> Description:
         from kvexport.backends.tensorrt.environment import dotted

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from kvexport.artifact.manifest import Limits, Manifest
-from kvexport.backends.gpu_limits import merge_problem
 from kvexport.backends.tensorrt.cuda import Cuda
 from kvexport.backends.tensorrt.environment import Gpu, import_tensorrt, require_build_memory, require_gpu
 from kvexport.backends.tensorrt.graphs import REFUSED, for_tensorrt, operators_of, plugin_refusal, refused_operator
@@ -149,9 +148,7 @@ class EngineBuilder:
                     raise UsageError(*refused_operator(node.op_type))
             require_taken(model, folder)
             if why := reasons.get("MergeCache"):
-                capability = self.gpu.compute_capability
-                limit = merge_problem(manifest.cache, manifest.recipe.cache.build_method(), capability)
-                require_sortable(manifest.cache, limit or why)
+                require_sortable(manifest.cache, why)
             converted.append((kind, graph, model, reasons))
         return converted
 

@@ -10,18 +10,13 @@ from typing import Any
 
 from kvexport.backends.sections import default
 from kvexport.errors import EnvironmentProblem
-from kvexport.machine import machine_memory, require_memory
-from kvexport.units import format_bytes
+from kvexport.machine import require_memory
 
 OLDEST = (11,)  # the oldest TensorRT that works: strongly typed networks only, int64, the operators of opset 23
 OLDEST_GPU = (7, 5)  # the oldest GPU that every TensorRT 11 supports
 INSTALL = "pip install 'kvexport[tensorrt]', or use the image of docker/tensorrt.Dockerfile"
 JETSON = Path("/etc/nv_tegra_release")  # a file that JetPack puts on every Jetson
 INSTALL_JETSON = "JetPack 7.2.2 or newer, which has TensorRT 11 (JetPack 6 has TensorRT 10), or another --backend"
-# The least and the most copies of the weights in memory during a build of engines, where CPU and GPU share memory:
-# those of the ONNX graph, the engine and the plan, and one more while the plan is written. The numbers are derived from
-# sizes; no build was measured.
-BUILD_TIMES = (3, 4)
 PACK = "--set weights.bits=4 --set weights.group=128"
 REBUILD = "kvexport build --from ARTIFACT --backend tensorrt, on the machine that is to run it"
 
@@ -71,22 +66,6 @@ def import_runtime(*, version_compatible: bool) -> Any:
 def install() -> str:
     """Return the command that installs TensorRT on this machine; a Jetson needs the TensorRT of its JetPack release."""
     return INSTALL_JETSON if JETSON.exists() else INSTALL
-
-
-def build_memory(weight_bytes: int, *, packed: bool) -> str:
-    """Return a text with the memory that a build of TensorRT engines takes if the CPU and the GPU share memory."""
-    least, most = (format_bytes(times * weight_bytes) for times in BUILD_TIMES)
-    smaller = "" if packed else f"; 16-bit weights take a quarter of it with {PACK}"
-    return f"about {least} to {most} of its memory, {BUILD_TIMES[0]} to {BUILD_TIMES[1]} times the weights{smaller}"
-
-
-def most_weights() -> str:
-    """Return a text with the largest weights for which this Jetson can build TensorRT engines; "" on other machines."""
-    memory, _ = machine_memory()
-    if not JETSON.exists() or not memory:
-        return ""
-    least, most = (format_bytes(memory // times) for times in reversed(BUILD_TIMES))
-    return f"up to about {least} to {most}, since the CPU and the GPU share the memory; larger weights: {PACK}"
 
 
 def require_build_memory(weight_bytes: int) -> None:

@@ -25,18 +25,11 @@ MOST_SHARE = 34.5  # the largest logarithm of a slot's share of the mass: produc
 
 
 def fitted(fit: Fit, before: Slots, merged: Slots, evicted: Evicted) -> Slots:
-    """Return the merged cache slots with values, or votes and values, that are fitted to recent queries.
+    """Return the merged slots with values, or votes and values, that are fitted to recent queries.
 
-    The fit makes the attention outputs of the stored recent queries over the kept slots similar to those over all slots
-    of `before`. Slots that may not receive evicted slots (sinks, for example), and KV heads without evictions, do not
-    change.
-
-    Args:
-        fit: The settings of the fit.
-        before: The slots before the merge. `extra` holds the ring buffer: queries [B, H, W, D] float32 and the tokens
-            that each query has seen [B, H, W] int32.
-        merged: The slots after the merge; `before` itself if evicted slots are dropped.
-        evicted: The slots that are evicted.
+    The stored queries then get nearly the attention outputs over the kept slots that they had over all slots of
+    `before`, whose `extra` is the ring buffer [B, H, W, D] with the tokens that each query has seen. Slots that may not
+    receive evicted slots, and KV heads without evictions, do not change.
     """
     import torch
 
@@ -58,7 +51,7 @@ def fitted(fit: Fit, before: Slots, merged: Slots, evicted: Evicted) -> Slots:
 
 
 def kept_slots(slots: Slots, evicted: Evicted) -> Tensor:
-    """Return a mask of the cache slots that are occupied and not evicted; [B, H, C] bool."""
+    """Return a mask [B, H, C] of the slots that are occupied and not evicted."""
     import torch
 
     occupied = slots.votes > 0
@@ -66,10 +59,10 @@ def kept_slots(slots: Slots, evicted: Evicted) -> Tensor:
 
 
 def _turned(query: Tensor, slots: Slots, evicted: Evicted) -> Tensor:
-    """Return W stored recent queries [B, H, W, D] rotated (RoPE) to their positions after the merge.
+    """Return the stored queries [B, H, W, D] rotated (RoPE) to their positions after the merge.
 
     If keys are rotated by their places in the cache, a merge moves recent keys down by as many positions as slots are
-    evicted. The queries move with them.
+    evicted, and the queries move with them.
     """
     if not slots.rotary.cache_positions:
         return query
@@ -78,10 +71,9 @@ def _turned(query: Tensor, slots: Slots, evicted: Evicted) -> Tensor:
 
 
 def attended(fit: Fit, slots: Slots) -> Tensor:
-    """Return for every cache slot the sum of the squared probabilities that recent queries give it; [B, H, C] float32.
+    """Return for every slot the sum of the squared probabilities that recent queries give it; [B, H, C] float32.
 
-    Probabilities of at most 1e-6 count as zero, so that a value that underflows in only one of the backends decides no
-    eviction.
+    Probabilities of at most 1e-6 count as zero, so that one that underflows in only one backend decides no eviction.
     """
     import torch
 
@@ -91,24 +83,18 @@ def attended(fit: Fit, slots: Slots) -> Tensor:
 
 
 def attention(slots: Slots, visible: Tensor, query: Tensor, seen: Tensor, alpha: float) -> Tensor:
-    """Return the probabilities with which W recent queries attend to C cache slots; [B, H, W, C] float32.
-
-    All probabilities of a query that sees no slot are 0. The arguments are those of `logits`.
-    """
+    """Return the probabilities [B, H, W, C] of W recent queries over C slots; 0 for a query that sees none."""
     return probabilities(logits(slots, visible, query, seen, alpha))
 
 
 def logits(slots: Slots, visible: Tensor, query: Tensor, seen: Tensor, alpha: float) -> Tensor:
-    """Return the attention logits of W recent queries over C cache slots; [B, H, W, C] float32.
-
-    The logit of a slot that a query does not see is the constant LOW.
+    """Return the attention logits [B, H, W, C] of W recent queries over C slots; LOW for a slot that is not seen.
 
     Args:
         slots: The layer's cache.
         visible: [B, H, C] bool, the slots that queries may see.
         query: [B, H, W, D] float32, multiplied by the logits' scale.
-        seen: [B, H, W] int32, the number of tokens that each query has seen, its own included. The query does not
-            attend to later tokens.
+        seen: [B, H, W] int32, the tokens that each query has seen, its own included; later ones are invisible to it.
         alpha: The factor of the bias ``alpha ln(votes)``.
     """
     import torch
@@ -119,20 +105,15 @@ def logits(slots: Slots, visible: Tensor, query: Tensor, seen: Tensor, alpha: fl
 
 
 def probabilities(logits: Tensor) -> Tensor:
-    """Return the softmax of logits [..., C]; slots that a query does not see (logit LOW) have probability 0."""
+    """Return the softmax of logits [..., C]; slots with the logit LOW have probability 0."""
     mass = _masses(logits, logits.amax(-1, keepdim=True))
     return mass / mass.sum(-1, keepdim=True).clamp(min=1e-30)
 
 
 def shares_of(slot_logits: Tensor, all_logits: Tensor) -> Tensor:
-    """Return exp(logit) of each cache slot, divided by the sum of exp(logit) over the slots of `all_logits`.
+    """Return exp(logit) of each slot [..., C], divided by the sum of exp(logit) over the slots of `all_logits`.
 
-    Args:
-        slot_logits: [..., C]. A slot that a query does not see has the logit LOW, and the share 0.
-        all_logits: [..., C'], over which the total is taken.
-
-    Returns:
-        [..., C]. The logarithm of a share is at most MOST_SHARE.
+    The logarithm of a share is at most MOST_SHARE, and a slot with the logit LOW has the share 0.
     """
     import torch
 
@@ -149,11 +130,10 @@ def _masses(logits: Tensor, top: Tensor) -> Tensor:
 
 
 def fitted_values(read: Tensor, value: Tensor, output: Tensor, free: Tensor, ridge: float, change_max: float) -> Tensor:
-    """Return values of cache slots that give W recent queries certain attention outputs; [B, H, C, Dv] float32.
+    """Return values [B, H, C, Dv] float32 of slots that give W recent queries the outputs Y.
 
-    The result is ``V + X^T (X X^T + ridge I)^-1 (Y - X V)`` over the slots whose values may change. V are the present
-    values, X the queries' attention probabilities, and Y the outputs. The formula is the dual form, a system of W
-    equations, of the ridge regression that starts from V.
+    The result is ``V + X^T (X X^T + ridge I)^-1 (Y - X V)`` over the slots whose values may change, the dual form (W
+    equations) of the ridge regression that starts from V.
 
     Args:
         read: [B, H, W, C], the attention probabilities X of the W queries over C slots.
@@ -178,14 +158,9 @@ def fitted_values(read: Tensor, value: Tensor, output: Tensor, free: Tensor, rid
 def inverse(gram: Tensor, ridge: float) -> Tensor:
     """Return the inverse of ``A = gram + ridge I`` by Newton's iteration ``N <- N + N (I - A N)`` (Schulz 1933).
 
-    The number of steps until the estimate N converges is known, because the eigenvalues of A are between `ridge` and W
-    + ridge: `gram` has the products of W rows whose sums of squares are at most 1. Every step corrects the rounding
-    errors of earlier steps, so the float32 result is accurate to about the condition number, at most ``W / ridge + 1``,
-    times 6e-8.
-
-    Args:
-        gram: [..., W, W], the products of W rows of probabilities with one another.
-        ridge: The regularization, above 0.
+    `gram` [..., W, W] has the products of W rows whose sums of squares are at most 1, so A's eigenvalues are between
+    `ridge` and W + ridge, and the number of steps is known. Every step corrects the rounding errors of earlier ones:
+    the float32 result is accurate to about the condition number times 6e-8.
     """
     import torch
 
@@ -201,13 +176,9 @@ def inverse(gram: Tensor, ridge: float) -> Tensor:
 
 
 def newton_steps(size: int, ridge: float) -> int:
-    """Return the number of steps after which Newton's iteration for a matrix inverse has an error below 2^-24.
+    """Return after how many steps Newton's iteration for an inverse of W = `size` rows has an error below 2^-24.
 
-    The error of the initial guess is ``(k - 1) / (k + 1)`` for the condition number k. Every step squares the error.
-
-    Args:
-        size: W, the number of rows of the matrix.
-        ridge: The regularization, which bounds the condition number by ``W / ridge + 1``.
+    The initial error is ``(k - 1) / (k + 1)`` for the condition number k, at most ``W / ridge + 1``; a step squares it.
     """
     condition = size / ridge + 1.0
     return math.ceil(math.log2(24.0 * math.log(2.0) / math.log((condition + 1.0) / (condition - 1.0))))
@@ -216,20 +187,11 @@ def newton_steps(size: int, ridge: float) -> int:
 def fitted_votes(
     fit: Fit, slots: Slots, merged: Slots, read: Tensor, shares: Tensor, kept: Tensor, evicted: Evicted
 ) -> Tensor:
-    """Return votes that give the kept cache slots the attention mass of all slots; [B, H, C] float32.
+    """Return votes [B, H, C] that give the kept slots the attention mass of all slots.
 
-    The votes of a slot are the number of tokens that it counts for in attention. Fitted votes are between
-    ``exp(-bias_max)`` and ``exp(bias_max)``. Their sum is at most the sum of votes over the free and the evicted slots
-    before the merge, because no slot stands for tokens that never existed.
-
-    Args:
-        fit: The settings of the fit.
-        slots: The slots before the merge.
-        merged: The slots after the merge.
-        read: [B, H, W, C], the probabilities of W recent queries over all C slots before the merge.
-        shares: [B, H, W, C], the mass of each merged slot as a share of the mass of all slots before the merge.
-        kept: [B, H, C] bool, the kept slots.
-        evicted: The slots that are evicted; `can_receive` marks the free slots, whose votes may change.
+    They are between ``exp(-bias_max)`` and ``exp(bias_max)``. Their sum is at most the sum of votes over the free and
+    the evicted slots before the merge, because no slot stands for tokens that never existed. `read` and `shares` are
+    those of `fitted_mass`.
     """
     import torch
 
@@ -242,11 +204,11 @@ def fitted_votes(
 
 
 def fitted_mass(read: Tensor, shares: Tensor, kept: Tensor, free: Tensor, steps: int) -> Tensor:
-    """Return factors for the votes of the kept slots that give these slots the attention mass of all slots.
+    """Return factors [B, H, C] for the votes of the kept slots that give these slots the attention mass of all slots.
 
-    The mass is the sum of attention probabilities. The factors f solve the non-negative least-squares fit ``min |sum_j
-    f_j P_ij - 1|`` over the queries i, where P_ij is the share of slot j in the mass of query i. The multiplicative
-    updates (Lee and Seung 2001) start at 1 and stay positive without a bound.
+    The factors f solve the non-negative least-squares fit ``min |sum_j f_j P_ij - 1|`` over the queries i, where P_ij
+    is the share of slot j in the mass of query i. The multiplicative updates (Lee and Seung 2001) start at 1 and stay
+    positive without a bound.
 
     Args:
         read: [B, H, W, C], the probabilities of the W queries over all C slots before the merge.
@@ -254,9 +216,6 @@ def fitted_mass(read: Tensor, shares: Tensor, kept: Tensor, free: Tensor, steps:
         kept: [B, H, C] bool, the kept slots.
         free: [B, H, C] bool, the slots whose factor may differ from 1.
         steps: The number of updates.
-
-    Returns:
-        The factors, [B, H, C] float32.
     """
     import torch
 

@@ -19,14 +19,7 @@ if TYPE_CHECKING:
 
 
 def merge(policy: MergePolicy, statistics: tuple[Statistic, ...], slots: Slots, evicted: Evicted) -> Slots:
-    """Return the cache slots after evicted slots have merged by a policy, and after the policy's fit of the kept slots.
-
-    Args:
-        policy: The policy.
-        statistics: The K statistics of the method.
-        slots: The layer's cache before the eviction.
-        evicted: The slots that are evicted.
-    """
+    """Return the slots after evicted ones have merged by a policy, and after the policy's fit of the kept ones."""
     merged = _merged(policy, statistics, slots, evicted)
     return merged if policy.fit is None else fitted(policy.fit, slots, merged, evicted)
 
@@ -57,11 +50,9 @@ def _merged(policy: MergePolicy, statistics: tuple[Statistic, ...], slots: Slots
 
 
 def _with_means_added(slots: Slots, sets: MergeSets, score: Tensor) -> Tensor:
-    """Return the K statistics `score` [B, H, V, K] of merged slots, the first replaced by a sum of means per query.
+    """Return the statistics [B, H, V, K] with a first one that is a sum of the merged slots' means per query.
 
-    The first statistic is a sum of attention probabilities. Divided by the number of queries that have seen a slot, it
-    is a mean per query. The new first statistic is the sum of these means over the merged slots, multiplied with the
-    number of queries since the latest token of the merged slot.
+    The sum is multiplied with the number of queries since the latest token of the merged slot.
     """
     import torch
 
@@ -71,10 +62,10 @@ def _with_means_added(slots: Slots, sets: MergeSets, score: Tensor) -> Tensor:
 
 
 def residual_slots(policy: MergePolicy, slots: Slots, evicted: Evicted) -> Tensor:
-    """Return a mask of the residual slots, into which evicted slots may merge as a running mean; [B, H, C] bool.
+    """Return a mask [B, H, C] of the residual slots, into which evicted slots merge as a running mean.
 
-    Residual slots are the share `policy.residual` of the slots that can receive, at least one: first slots that have
-    merged before, then the slots of lowest importance.
+    They are the share `policy.residual` of the slots that can receive, at least one: slots that have merged before,
+    then those of lowest importance.
     """
     import torch
 

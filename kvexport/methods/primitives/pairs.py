@@ -18,15 +18,11 @@ if TYPE_CHECKING:
 
 
 def pair_order(scores: Tensor, unprotected: Tensor, *, share: bool) -> Tensor:
-    """Return keep scores that evict the older slots of pairs of neighbours first, then all others; [B, H, C] float32.
+    """Return keep scores [B, H, C] that evict the older slots of pairs of neighbours first, then all others.
 
-    Pairs are ordered by the sum of the importances of their two slots, all other slots by their own importance.
-
-    Args:
-        scores: [B, H, C], the importance of every slot.
-        unprotected: [B, H, C] bool, the slots that are neither sinks nor recent.
-        share: Whether all heads take the same pairs, by the sum of their importances. A pair has the same slot indices
-            in all heads, which stand for the same positions as long as every merge was shared.
+    Pairs are ordered by the sum of the importances `scores` of their slots, all other slots by their own. If `share` is
+    set, all heads take the same pairs, by the sum over heads: a pair has the same slot indices in all heads, which
+    stand for the same positions as long as every merge was shared.
     """
     import torch
 
@@ -45,10 +41,10 @@ def pair_order(scores: Tensor, unprotected: Tensor, *, share: bool) -> Tensor:
 
 
 def merge_pairs(policy: MergePolicy, slots: Slots, evicted: Evicted) -> tuple[MergeSets, Tensor, Tensor, Tensor]:
-    """Return the V merged pairs of cache slots as sets, with keys and values [B, H, V, D] and votes [B, H, V].
+    """Return the V merged pairs as sets, with keys and values [B, H, V, D] and votes [B, H, V].
 
-    The older key is rotated to the position of the younger one. The new key is the mean of both by `key_weights`, the
-    new value ``sum n v / sum n`` and the new votes ``sum n``, where v are the values and n the votes.
+    The older key is rotated to the position of the younger one. The key is the mean of both by `key_weights`, the value
+    ``sum n v / sum n`` and the votes ``sum n``.
     """
     import torch
 
@@ -69,11 +65,7 @@ def merge_pairs(policy: MergePolicy, slots: Slots, evicted: Evicted) -> tuple[Me
 
 
 def key_weights(policy: MergePolicy, slots: Slots, sets: MergeSets) -> tuple[Tensor, Tensor]:
-    """Return the weights of the younger and of the older slot's key in each of V merged pairs, both [B, H, V].
-
-    The weights are the last statistic of the slots, or KVSlimmer's terms of the Hessian if `policy.weigh` is
-    ``hessian``. Weights are not negative.
-    """
+    """Return the weights [B, H, V] of the younger and the older key: the last statistic, or terms of the Hessian."""
     import torch
 
     if policy.weigh == "score":
@@ -92,9 +84,9 @@ def key_weights(policy: MergePolicy, slots: Slots, sets: MergeSets) -> tuple[Ten
 
 
 def _older(unprotected: Tensor) -> Tensor:
-    """Return a mask of the first (older) slot of every pair of neighbouring unprotected slots; [B, H, C] bool.
+    """Return a mask [B, H, C] of the first (older) slot of every pair of neighbouring unprotected slots.
 
-    Unprotected slots, those that may be evicted, are contiguous: sinks come before them, recent and empty slots after.
+    Unprotected slots are contiguous: sinks come before them, recent and empty slots after.
     """
     import torch
 
@@ -106,14 +98,7 @@ def _older(unprotected: Tensor) -> Tensor:
 
 
 def rotated(key: Tensor, steps: Tensor, rotary: Rotary) -> Tensor:
-    """Return keys rotated by RoPE to positions a number of steps later, in float32.
-
-    Args:
-        key: [B, H, V, D].
-        steps: [B, H, V], the positions to rotate by. The result is the key that the same token would have had so many
-            positions later.
-        rotary: The layer's rotary embedding.
-    """
+    """Return keys [B, H, V, D] float32 rotated by RoPE to positions `steps` [B, H, V] later."""
     import torch
 
     planes = len(rotary.inverse_frequencies)

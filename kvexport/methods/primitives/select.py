@@ -18,13 +18,7 @@ LAST = 1e30  # above every error
 
 
 def importance(policy: MergePolicy, slots: Slots, unprotected: Tensor) -> Tensor:
-    """Return the importance of every cache slot by the rule `select` of a merge policy; [B, H, C] float32.
-
-    Args:
-        policy: The policy.
-        slots: The layer's cache.
-        unprotected: [B, H, C] bool. True for occupied slots that are neither sinks nor recent.
-    """
+    """Return the importance [B, H, C] float32 of every slot by the rule `select` of a merge policy."""
     if policy.select == "position":
         return slots.position.float()
     if policy.select == "average":
@@ -39,10 +33,7 @@ def importance(policy: MergePolicy, slots: Slots, unprotected: Tensor) -> Tensor
 
 
 def mean_per_observation(slots: Slots) -> Tensor:
-    """Return each slot's first statistic divided by the number of queries that saw the slot; [B, H, C].
-
-    The number of queries is ``now - position + 1``, where `now` is the position of the latest token.
-    """
+    """Return the first statistic divided by the number of queries that saw the slot; [B, H, C]."""
     import torch
 
     seen = torch.clamp(slots.now - slots.position + 1, min=1)
@@ -50,7 +41,7 @@ def mean_per_observation(slots: Slots) -> Tensor:
 
 
 def pooled(slots: Slots, unprotected: Tensor, reach: int) -> Tensor:
-    """Return each slot's attention summed over the positions at a distance of at most `reach`; [B, H, C].
+    """Return each slot's attention summed over positions at a distance of at most `reach`; [B, H, C].
 
     Only slots that are neither sinks nor recent count. The terms are added in order of position, so that slots with the
     same neighbours have equal sums.
@@ -69,11 +60,7 @@ def pooled(slots: Slots, unprotected: Tensor, reach: int) -> Tensor:
 
 
 def keep_score(policy: MergePolicy, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
-    """Return the keep score of every cache slot by a merge policy: the slots of lowest score are evicted first.
-
-    `policy.order` selects the order: by importance, by the nearness of a slot to merge into, or by the error of a
-    merge.
-    """
+    """Return keep scores by a policy: by importance, by the nearness of a slot to merge into, or by merge error."""
     import torch
 
     scores = importance(policy, slots, unprotected)
@@ -91,7 +78,7 @@ def keep_score(policy: MergePolicy, slots: Slots, unprotected: Tensor, count: in
 
 
 def _near_first(policy: MergePolicy, slots: Slots, pool: EvictionPool, higher: Tensor) -> Tensor:
-    """Return keep scores, lowest for slots of the eviction pool with a similar slot to merge into, then by importance.
+    """Return keep scores, lowest for slots of the pool with a similar slot to merge into, then by importance.
 
     The scores are ranks, so that a slot without such a similar slot never comes first because of its importance.
     """
@@ -108,10 +95,7 @@ def _near_first(policy: MergePolicy, slots: Slots, pool: EvictionPool, higher: T
 def _least_error_first(
     policy: MergePolicy, slots: Slots, pool: EvictionPool, pool_scores: Tensor, higher: Tensor
 ) -> Tensor:
-    """Return keep scores: for slots of the eviction pool the error of their cheapest merge, for other slots ranks.
-
-    Slots outside the eviction pool are evicted after the pool's slots.
-    """
+    """Return the error of the cheapest merge for slots of the pool, and larger ranks for all others."""
     import torch
 
     distance = squared_distances(slots.key, pool.index) * squared_distances(slots.value, pool.index)
@@ -140,15 +124,7 @@ class EvictionPool:
 
 
 def eviction_pool(slots: Slots, scores: Tensor, unprotected: Tensor, times: int, count: int) -> EvictionPool:
-    """Return the pool of candidates for eviction: the `times` times `count` cache slots of lowest score.
-
-    Args:
-        slots: The layer's cache.
-        scores: [B, H, C] float32.
-        unprotected: [B, H, C] bool, the slots that may be evicted.
-        times: The size of the pool as a multiple of the number of slots to evict.
-        count: The largest number of slots that a head evicts.
-    """
+    """Return the pool of candidates for eviction: the `times` times `count` slots of lowest score."""
     import torch
 
     ascending = torch.where(unprotected, scores, torch.inf).sort(dim=-1, stable=True).indices

@@ -40,59 +40,39 @@ class MergeSets:
     writes: Tensor
 
     def pair(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x [B, H, C, ...] at the targets of a merge and at the evicted slots, each [B, H, V, ...] in float32.
-
-        A target is the kept cache slot that one of the V evicted slots merges into.
-        """
+        """Return x [B, H, C, ...] at the targets and at the evicted slots, each [B, H, V, ...] in float32."""
         return gather_rows(x, self.targets).float(), gather_rows(x, self.index).float()
 
     def sum(self, target: Tensor, evicted: Tensor) -> Tensor:
-        """Return the sum of a quantity over every merge set, a kept slot (target) and the slots that merge into it.
-
-        Args:
-            target: For each of the V evicted slots the term of its target, [B, H, V] or [B, H, V, D], like the result.
-            evicted: The term of each evicted slot, of the same shape.
-        """
+        """Return the sum over every set of the terms of its target and evicted slots; [B, H, V, ...]."""
         if target.dim() == 3:
             return target + (self.same @ evicted[..., None])[..., 0]
         return target + self.same @ evicted
 
     def largest(self, target: Tensor, evicted: Tensor) -> Tensor:
-        """Return the largest value of a quantity in every merge set, a kept slot and the slots that merge into it."""
+        """Return the largest value of a quantity in every set."""
         import torch
 
         return torch.maximum(target, torch.where(self.same > 0, evicted[:, :, None, :], -torch.inf).amax(-1))
 
     def mean(self, x: Tensor, target_weight: Tensor, evicted_weight: Tensor) -> Tensor:
-        """Return the weighted mean of x over every merge set, a kept slot (target) and the slots that merge into it.
-
-        Args:
-            x: [B, H, C, D].
-            target_weight: [B, H, V], the weight of the target of each of the V evicted slots.
-            evicted_weight: [B, H, V], the weights of the evicted slots.
-
-        Returns:
-            [B, H, V, D] float32.
-        """
+        """Return the weighted mean [B, H, V, D] of x [B, H, C, D] over every set."""
         target, evicted = self.pair(x)
         total = self.sum(target_weight[..., None] * target, evicted_weight[..., None] * evicted)
         return total / self.sum(target_weight, evicted_weight)[..., None]
 
     def latest(self, slots: Slots) -> Tensor:
-        """Return the latest token position in every merge set, a kept slot and the slots that merge into it.
-
-        Entry v of the result [B, H, V] belongs to the merge set of evicted slot v.
-        """
+        """Return the latest token position [B, H, V] in every set."""
         import torch
 
         target, evicted = (gather_rows(slots.position, index) for index in (self.targets, self.index))
         return torch.maximum(target, torch.where(self.same > 0, evicted[:, :, None, :], -1).amax(-1))
 
     def scores(self, slots: Slots, statistics: tuple[Statistic, ...]) -> Tensor:
-        """Return the K merged statistics of the merge set of each evicted slot, [B, H, V, K] for V evicted slots.
+        """Return the K merged statistics [B, H, V, K] of every set.
 
         Sums of attention probabilities add up. Averages of exp(logit), which are stored as logarithms, become their
-        mean weighted by votes (numbers of tokens). A statistic of kind ``none`` keeps the kept slot's value.
+        mean weighted by votes. A statistic of kind ``none`` keeps the kept slot's value.
         """
         import torch
 
@@ -112,17 +92,7 @@ class MergeSets:
         return torch.stack(rows, dim=-1)
 
     def write(self, slots: Slots, key: Tensor | None, value: Tensor, votes: Tensor, score: Tensor) -> Slots:
-        """Return the cache slots with the merged result of every merge set written to the set's target, a kept slot.
-
-        The target's position becomes the latest position of the set.
-
-        Args:
-            slots: The layer's cache.
-            key: [B, H, V, D], for each of the V evicted slots the merged key of its set; None keeps the targets' keys.
-            value: [B, H, V, Dv].
-            votes: [B, H, V].
-            score: [B, H, V, K].
-        """
+        """Return the slots with each set's result at its target, whose position becomes the set's latest."""
         import torch
 
         return replace(
@@ -148,13 +118,7 @@ class MergeSets:
 
 
 def merge_sets(evicted: Evicted, targets: Tensor, merges: Tensor) -> MergeSets:
-    """Return the evicted slots that merge, grouped by the kept slots (targets) that they merge into.
-
-    Args:
-        evicted: The slots that are evicted.
-        targets: [B, H, V] int64, the target of each evicted slot.
-        merges: [B, H, V] bool, the evicted slots that merge.
-    """
+    """Return the evicted slots that merge, grouped by their targets [B, H, V]."""
     import torch
 
     together = (targets[..., :, None] == targets[..., None, :]) & merges[..., :, None] & merges[..., None, :]
@@ -165,13 +129,9 @@ def merge_sets(evicted: Evicted, targets: Tensor, merges: Tensor) -> MergeSets:
 
 
 def squared_distances(x: Tensor, rows: Tensor) -> Tensor:
-    """Return the squared distances of V rows of x to all C rows of x; [B, H, V, C] float32.
+    """Return the squared distances [B, H, V, C] of the rows [B, H, V] of x [B, H, C, D] to all its rows.
 
     The error is about 1e-6 of the squared norms of the rows.
-
-    Args:
-        x: [B, H, C, D].
-        rows: [B, H, V] int64, the rows to measure from.
     """
     x = x.float()
     square = (x * x).sum(-1)
@@ -188,13 +148,10 @@ def unit(key: Tensor) -> Tensor:
 
 
 def nearness(slots: Slots, index: Tensor, measure: Literal["cosine", "dot", "distance"]) -> Tensor:
-    """Return how near the keys at V indices are to all C keys of the cache, [B, H, V, C]; a larger number is nearer.
+    """Return how near the keys at `index` [B, H, V] are to all C keys, [B, H, V, C]; a larger number is nearer.
 
-    Args:
-        slots: The layer's cache.
-        index: [B, H, V] int64.
-        measure: The cosine, the dot product, or minus the squared distance (with an error of about 1e-6 of the squared
-            norms).
+    The measure is the cosine, the dot product, or minus the squared distance (with an error of about 1e-6 of the
+    squared norms).
     """
     keys = unit(slots.key) if measure == "cosine" else slots.key.float()
     near = gather_rows(keys, index) @ keys.transpose(-1, -2)
@@ -205,15 +162,10 @@ def nearness(slots: Slots, index: Tensor, measure: Literal["cosine", "dot", "dis
 
 
 def nearest(slots: Slots, evicted: Evicted, measure: Literal["cosine", "dot", "distance"]) -> tuple[Tensor, Tensor]:
-    """Return for every evicted slot the kept slot of the nearest key, and the nearness of the two keys; each [B, H, V].
+    """Return for every evicted slot the kept slot of the nearest key, and the nearness of the two; each [B, H, V].
 
     The nearness is ``NO_TARGET`` if no slot can receive. Among equally near targets the one of lowest position is
     chosen.
-
-    Args:
-        slots: The layer's cache.
-        evicted: The slots that are evicted.
-        measure: The measure, see `nearness`.
     """
     import torch
 

@@ -15,20 +15,12 @@ if TYPE_CHECKING:
 def zipped(
     slots: Slots, sets: MergeSets, logit: Tensor, mode: str, key_factor_max: float = math.inf
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the merged key and value [B, H, V, D] and votes [B, H, V] of every merge set by KeepKV's rule.
+    """Return the merged key and value [B, H, V, D] and votes [B, H, V] of every set by KeepKV's rule.
 
-    A merge set is a kept slot with the evicted slots that merge into it. The weight of a slot is ``w = p exp(logit)``,
-    where p are its votes. The new key is ``k = sum w k / sum w``, and the new value likewise. With ``L = sum w logit /
-    sum w`` the mode decides the merged votes and the length of the merged key.
-
-    Args:
-        slots: The layer's cache.
-        sets: The merge sets.
-        logit: [B, H, C], ln of the score that weights the merge.
-        mode: ``mean`` adds votes up. ``vote`` stores fractional votes, exp(ln(sum w) - L). ``key`` adds votes up and
-            scales the key by ``(ln(sum w) - ln(sum p)) / L`` (Eq. 7 of the KeepKV paper), or does as ``vote`` if that
-            factor is outside [1/x, x].
-        key_factor_max: The bound x.
+    The weight of a slot is ``w = p exp(logit)`` with its votes p. The key is ``sum w k / sum w``, and the value
+    likewise. With ``L = sum w logit / sum w``, the mode ``mean`` adds votes up; ``vote`` stores fractional votes,
+    exp(ln(sum w) - L); ``key`` adds votes up and scales the key by ``(ln(sum w) - ln(sum p)) / L`` (Eq. 7 of the
+    paper), or does as ``vote`` if that factor is outside [1/x, x] for the bound x = `key_factor_max`.
     """
     import torch
 
@@ -57,16 +49,10 @@ def zipped(
 
 
 def key_factor(log_mean: Tensor, mean_logit: Tensor) -> Tensor:
-    """Return the factor ``ln m / L`` by which KeepKV scales a merged key (Eq. 7 of arXiv 2504.09936).
+    """Return the factor ``ln m / L`` by which KeepKV scales a merged key (Eq. 7 of arXiv 2504.09936); [B, H, V].
 
-    ln m is the logarithm of the votes-weighted mean of exp(logit) over the merged slots, and L a mean of their logits.
-    The factor is infinite at the pole L = 0. The factor is 1 if both logarithms are equal up to rounding, because L may
-    then be 0 and the ratio noise.
-
-    Args:
-        log_mean: [B, H, V], ln m = ln(sum w) - ln(sum p), for the votes p and the weights w = p exp(logit) of a merge
-            set.
-        mean_logit: [B, H, V], L, the mean of the logits by w.
+    ln m is the logarithm of the votes-weighted mean of exp(logit), and L the mean of the logits by weight. The factor
+    is infinite at the pole L = 0, and 1 if both are equal up to rounding, where L may be 0 and the ratio noise.
     """
     import torch
 

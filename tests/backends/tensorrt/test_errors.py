@@ -16,7 +16,6 @@ import kvexport
 from kvexport import machine, paths
 from kvexport.artifact import digests
 from kvexport.artifact.reading import load_manifest
-from kvexport.backends import gpu_limits
 from kvexport.backends.tensorrt import engines, environment, plugin
 from kvexport.backends.tensorrt.environment import Gpu, version_of
 from kvexport.backends.tensorrt.record import EngineRecord, check_plan
@@ -124,24 +123,17 @@ def test_a_cache_that_tensorrt_cannot_sort_is_refused_before_engines_are_built(
     refusal = problem(tiny_artifact, tmp_path / "a", "backend.tensorrt.plugin=never")
     assert re.search("cache 0 has [0-9]+ slots, and TensorRT sorts at most 8 without .* switched off", refusal.problem)
     assert "plugins/build.py tensorrt" in refusal.fix
-    monkeypatch.setitem(gpu_limits.SHARED, (8, 9), 2300)
-    gpu.capability = (8, 9)
-    refusal = problem(tiny_artifact, tmp_path / "a", "backend.tensorrt.plugin=never")
-    assert "where a thread block has 2 KiB of shared memory (compute capability 8.9)" in refusal.problem
 
 
 def test_a_jetson_with_less_memory_than_an_engine_and_its_plan_is_refused(
     tiny_artifact: Path, tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = (tiny_artifact / "decoder.weights").stat().st_size
-    for module in (environment, machine):
-        monkeypatch.setattr(module, "machine_memory", lambda: (2 * weights - 1, 0))
-    assert environment.most_weights() == "", "memory that the GPU does not share is no limit"
+    monkeypatch.setattr(machine, "machine_memory", lambda: (2 * weights - 1, 0))
     monkeypatch.setattr(environment, "JETSON", tmp_path)
     refusal = problem(tiny_artifact, tmp_path / "a")
     assert "an engine with its plan takes" in refusal.problem
     assert "weights.bits=4" in refusal.fix
-    assert environment.most_weights().startswith("up to about ")
 
 
 # The plugins.

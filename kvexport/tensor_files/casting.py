@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -118,8 +118,7 @@ def _cast(block: bytes, stored: str, dtype: Dtype) -> tuple[np.ndarray[Any, Any]
 
 
 def read_rows(entry: TensorEntry, rows: range) -> np.ndarray[Any, Any]:
-    with entry.file.open("rb") as stream:
-        block = read_at(entry, stream, rows)
+    block = read_at(entry, rows)
     require_finite(entry, block, rows.start * (entry.nbytes // entry.shape[0]))
     values, overflowed = _cast(block, entry.dtype, "float32")
     if overflowed:
@@ -130,13 +129,19 @@ def read_rows(entry: TensorEntry, rows: range) -> np.ndarray[Any, Any]:
     return values.reshape(len(rows), *entry.shape[1:])
 
 
-def read_at(entry: TensorEntry, stream: BinaryIO, rows: range) -> bytes:
+def read_at(entry: TensorEntry, rows: range) -> bytes:
     row = entry.nbytes // entry.shape[0]
-    stream.seek(entry.offset + rows.start * row)
-    block = stream.read(len(rows) * row)
+    with entry.file.open("rb") as stream:
+        stream.seek(entry.offset + rows.start * row)
+        block = stream.read(len(rows) * row)
     if len(block) < len(rows) * row:
         raise shrunk(entry, entry.file.stat().st_size)
     return block
+
+
+def byte_rows(entry: TensorEntry, rows: range) -> np.ndarray[Any, Any]:
+    """Return rows of a tensor as uint8 [rows, bytes of a row]."""
+    return np.frombuffer(read_at(entry, rows), np.uint8).reshape(len(rows), -1)
 
 
 def row_blocks(count: int, row_bytes: int, block_bytes: int = BLOCK_BYTES) -> Iterator[range]:

@@ -59,9 +59,6 @@ class Adapted:
         else:
             yield from (block["weight"] for block in self.base.blocks())
 
-    def order(self) -> NDArray[np.int64]:
-        raise NotImplementedError
-
 
 def merge_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     for name in (CONFIG, WEIGHTS):

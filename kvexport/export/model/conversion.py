@@ -73,9 +73,6 @@ class Assembled:
                 value = self.layout.to_artifact(value)
             yield {"weight": value.contiguous().reshape(-1, self.shape[1]).numpy()}
 
-    def order(self) -> Any:
-        raise NotImplementedError
-
     def _read(self, tensors: tuple[Stored, ...], expert: int | None) -> list[Tensor]:
         if expert is not None and not self.stacked:
             tensors = (tensors[expert],)

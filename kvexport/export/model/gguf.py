@@ -246,8 +246,7 @@ class GgufWeight:
             if layout is None:
                 yield {"weight": arranged(read_rows(self.entry, rows))}
                 continue
-            with self.entry.file.open("rb") as stream:
-                stored = np.frombuffer(read_at(self.entry, stream, rows), layout.block)
+            stored = np.frombuffer(read_at(self.entry, rows), layout.block)
             components = layout.components(arranged(stored.reshape(len(rows), -1)).reshape(-1))
             yield {
                 name: component if name == "weight" else component.reshape(len(rows), -1)
@@ -260,6 +259,3 @@ class GgufWeight:
         return lambda rows: np.ascontiguousarray(rows.reshape(heads, head // 2, 2, -1).swapaxes(1, 2)).reshape(
             rows.shape
         )
-
-    def order(self) -> NDArray[np.int64]:
-        raise NotImplementedError

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
 from kvexport.export.model.gguf import GgufWeight
@@ -37,9 +36,6 @@ class SmallTensor:
     def blocks(self) -> Iterator[dict[str, Array]]:
         whole = np.concatenate([load_tensor(part, "float32") for part in self.parts], axis=-1)
         yield {"weight": whole.reshape(self.shape) + np.float32(self.plus)}
-
-    def order(self) -> NDArray[np.int64]:
-        raise NotImplementedError
 
 
 def experts_of(prefix: str, stored: Mapping[tuple[str, str], TensorEntry]) -> dict[str, Source]:

@@ -40,15 +40,9 @@ class Source(Protocol):
         """Yield all rows of the weight, block by block.
 
         A block of a float weight has the tensor `weight` [rows, inputs] float32. A block of a packed weight has the
-        tensors of `PackedFormat.tensors` without table and order, in the layout of `kvexport.ops.packed.pack`. Only
-        `zero` [rows, groups] has one number in each element.
-        """
-        ...
-
-    def order(self) -> NDArray[np.int64]:
-        """Return the permutation [inputs] in which the columns of a packed weight are stored (act-order).
-
-        Only weights whose packed format is `ordered` have one; the others raise NotImplementedError.
+        tensors of `PackedFormat.tensors` without the table, in the layout of `kvexport.ops.packed.pack`. Only `zero`
+        [rows, groups] has one number in each element. If the format is `ordered`, each block also has the whole
+        `order` [inputs], the permutation in which columns are stored (act-order).
         """
         ...
 
@@ -110,15 +104,10 @@ class Dense:
     def blocks(self) -> Iterator[dict[str, Array]]:
         packing = self.packed.packing
         assert packing is not None
-        order = {"order": self.order()} if packing.ordered else {}
         for block in self.packed.blocks():
-            stored = {**block, **order}
             if "zero" in block:
-                stored["zero"] = pack(block["zero"], packing.bits)
-            yield {"weight": dequantize(packing, len(block[packing.scale]), self.shape[1], stored)}
-
-    def order(self) -> NDArray[np.int64]:
-        return self.packed.order()
+                block = {**block, "zero": pack(block["zero"], packing.bits)}
+            yield {"weight": dequantize(packing, len(block[packing.scale]), self.shape[1], block)}
 
 
 @dataclass(frozen=True)
@@ -143,9 +132,6 @@ class PackedExperts:
     def blocks(self) -> Iterator[dict[str, Array]]:
         for matrix in self.matrices:
             yield from matrix.blocks()
-
-    def order(self) -> NDArray[np.int64]:
-        raise NotImplementedError
 
 
 def dense_values(source: Source) -> NDArray[np.float32]:

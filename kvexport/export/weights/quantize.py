@@ -68,9 +68,6 @@ class Rounded:
                 raise UsageError(f"tensor {self.name!r} has values that are infinite or NaN", "download it again")
             yield from (values[rows.start : rows.stop] for rows in row_blocks(len(values), 4 * k, BLOCK_BYTES))
 
-    def order(self) -> NDArray[np.int64]:
-        raise NotImplementedError
-
 
 def fitting_group(group: int, inputs: int) -> int | None:
     """Return the largest group of inputs, among `group` and its halves, that divides `inputs`; None if none does."""

@@ -9,8 +9,7 @@ from typing import Any
 
 from kvexport.errors import UsageError
 from kvexport.export.model.quantized.columns import read_columns
-from kvexport.export.model.quantized.float4 import read_bitsandbytes, read_nvfp4
-from kvexport.export.model.quantized.mxfp4 import read_mxfp4
+from kvexport.export.model.quantized.float4 import read_mxfp4, read_nvfp4
 from kvexport.export.model.quantized.reading import Read, Tensors, refused
 from kvexport.export.model.quantized.rows import read_compressed, read_float8
 
@@ -22,7 +21,6 @@ _READERS = {
     "fp8": read_float8,
     "modelopt fp8": read_float8,
     "modelopt nvfp4": read_nvfp4,
-    "bitsandbytes": read_bitsandbytes,
     "mxfp4": read_mxfp4,
 }
 

@@ -30,7 +30,7 @@ from kvexport.errors import KvexportError
 from kvexport.export.graph.tracer import initializer_names
 from kvexport.export.model.config import first_line_of
 from kvexport.export.model.hf_model import build_fake, is_composite
-from kvexport.export.model.shape import ModelShape
+from kvexport.export.model.tensors import ModelShape
 from kvexport.export.weights.specs import packings, weight_specs
 from kvexport.export.weights.write import Spec
 from kvexport.images.tiles import ImageSpec, tiles_of

@@ -15,8 +15,8 @@ from kvexport.export.graph.experts import finish_experts, is_experts_weight
 from kvexport.export.graph.names import name_nodes
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.export.passes import ENCODER_PASSES
+from kvexport.export.passes.forms import linear_functions, take_floats
 from kvexport.export.passes.library import inlined, put_products
-from kvexport.export.passes.linear.forms import linear_functions, take_floats
 from kvexport.export.passes.packed import put_packed
 from kvexport.export.passes.report import Pass, run_passes
 from kvexport.export.weights.write import Location

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
 from kvexport.ops.packed import PackedFormat, dequantize, pack
+from kvexport.plan.cache import CachePlan, LayerGeometry
 from kvexport.tensor_files.entry import TensorEntry
 
 Array = NDArray[Any]
@@ -86,11 +87,22 @@ class Checkpoint:
         return [self.fingerprint, files]
 
 
+class ModelShape(NamedTuple):
+    """The description of a checkpoint and its model before anything is built."""
+
+    checkpoint: Checkpoint
+    model: Any  # model of transformers, whose parameters are fake tensors
+    mode: Any  # mode of these fake tensors
+    geometry: list[LayerGeometry]  # attention of every layer
+    plan: CachePlan  # caches of the layers
+
+
 @dataclass(frozen=True)
 class Dense:
     """A packed weight that is read as dequantized floats."""
 
     packed: Source
+    why: str = field(default="", compare=False)  # why it is, for a note to the user
     packing: None = None
 
     @property

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from kvexport.export.passes.linear.forms import OP_TYPES, form_of, is_linear
+from kvexport.export.passes.forms import OP_TYPES, form_of, is_linear
 from kvexport.export.passes.nodes import Dims, dims, is_op, show
 from kvexport.export.passes.report import Rewrite
 

@@ -21,7 +21,7 @@ import onnx_ir as ir
 from onnx import inliner
 
 from kvexport.errors import KvexportError
-from kvexport.export.passes.linear.forms import OP_TYPES, dtype_of, form_of, is_linear
+from kvexport.export.passes.forms import OP_TYPES, dtype_of, form_of, is_linear
 from kvexport.export.passes.nodes import dims, is_op, known_shape
 from kvexport.ops.experts import WEIGHTS, ExpertsForm, experts_function
 from kvexport.ops.linear import Form, linear_function, parts_after

@@ -15,7 +15,6 @@ from kvexport.ops.linear import Form, linear_function
 from kvexport.ops.onnx_function import DOMAIN
 
 OP_TYPES = ("Linear", "AdaptedLinear")
-READ_TWICE = "its product is read by other nodes too"
 
 
 def linear_functions(graph: ir.Graph) -> list[onnx.FunctionProto]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
-from kvexport.export.passes.linear.forms import linear_of
+from kvexport.export.passes.forms import linear_of
 from kvexport.export.passes.nodes import dims, is_op, known_shape, producer, replace, show
 from kvexport.export.passes.report import Rewrite
 

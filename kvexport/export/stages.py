@@ -27,8 +27,15 @@ from kvexport.artifact.manifest import Graphs, Limits, Manifest, ModelFacts
 from kvexport.export.forked import forked
 from kvexport.export.graph import tracer
 from kvexport.export.graph.adapters import put_adapters
-from kvexport.export.graph.graphs import attention_functions, finish_decoder, finish_encoder, merge_model, open_slots
-from kvexport.export.graph.top_logits import COUNT, top_logits_model
+from kvexport.export.graph.graphs import (
+    MOST_LOGITS,
+    attention_functions,
+    finish_decoder,
+    finish_encoder,
+    merge_model,
+    open_slots,
+    top_logits_model,
+)
 from kvexport.export.model.hf_model import length_notes
 from kvexport.export.model.tensors import ModelShape
 from kvexport.export.passes import DECODER_PASSES, GRAPH_CHECKS
@@ -190,7 +197,7 @@ def describe(
         images=vision.spec if isinstance(vision, Vision) else None,
         no_images=vision if isinstance(vision, str) else "",
         graphs=graphs,
-        top_logits=min(COUNT, vocabulary_of(shape)),
+        top_logits=min(MOST_LOGITS, vocabulary_of(shape)),
         limits=Limits(
             max_length=recipe.limits.max_length,
             max_batch=recipe.limits.max_batch,

@@ -18,7 +18,7 @@ from typing import Any
 
 from kvexport.errors import ArtifactError, EnvironmentProblem, UsageError
 from kvexport.language import bounded_filters
-from kvexport.language.panics import is_panic
+from kvexport.language.tokenizer import is_panic
 
 Message = Mapping[str, Any]
 

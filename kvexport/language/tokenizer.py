@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvexport.errors import ArtifactError, EnvironmentProblem, UsageError
-from kvexport.language.panics import is_panic
 
 if TYPE_CHECKING:
     import tokenizers
@@ -155,6 +154,11 @@ class Tokenizer:
     def fallback_byte(self, token_id: int) -> int | None:
         """Return the byte 0..255 that a byte-fallback token ("<0xE5>") stands for; None for all other tokens."""
         return self._fallback_bytes.get(token_id)
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether an exception is a panic of a Rust library, which Python gets as PanicException."""
+    return type(error).__name__ == "PanicException"
 
 
 def _library_error(action: str, error: BaseException) -> BaseException:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -231,3 +231,21 @@ class Source:
                 return Leaf(value, origin)
         self.findings.lose(f"{shown_key(key or 'value')}: {node.value[:40]!r} {reason} ({origin.place})")
         return None
+
+
+def read_overrides(overrides: Sequence[str], findings: Findings) -> Tree:
+    """Return what the options `--set KEY=VALUE` of a command line set."""
+    layer = Tree({}, Origin("", "", Path.cwd()))
+    for text in overrides:
+        label = f"--set {text}" if text.isprintable() else f"--set {text!r}"
+        dotted, equals, value = text.partition("=")
+        key = tuple(name.strip() for name in dotted.split("."))
+        if not equals or not all(key) or len(key) > 8:
+            findings.lose(f"{label}: should be --set KEY=VALUE with a dotted key, such as --set cache.budget=512")
+        elif key[0] == "extends":
+            findings.problems.append(f"{label}: extends is written in a file, not set")
+        else:
+            entry = Source(label, Path.cwd(), False, findings).read(value)
+            if entry is not None:
+                layer = merge(layer, nest(key, entry))
+    return layer

@@ -23,15 +23,7 @@ def is_latent(module: nn.Module) -> bool:
 
 
 def absorbed_query(module: Any, query: Tensor) -> Tensor:
-    """Return the query that has the same logits over latent keys as `query` over expanded keys.
-
-    Args:
-        module: The attention module.
-        query: [B, Hq, T, n + p]: n numbers that are multiplied with the expanded key, then p rotated numbers.
-
-    Returns:
-        [B, Hq, T, r + p]: r numbers that are multiplied with the latent vector, then the p rotated numbers.
-    """
+    """Return the query [B, Hq, T, r + p] over latent keys that has the logits of `query` [B, Hq, T, n + p]."""
     plain, rotated = torch.split(query, [module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
     return torch.cat([plain @ _matrices(module)[:, : module.qk_nope_head_dim], rotated], -1)
 

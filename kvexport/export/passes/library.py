@@ -13,7 +13,7 @@ MatMulNBits (`kvexport.export.weights.nbits`); this module gives its initializer
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -21,7 +21,7 @@ import onnx_ir as ir
 from onnx import inliner
 
 from kvexport.errors import KvexportError
-from kvexport.export.passes.forms import OP_TYPES, dtype_of, form_of, is_linear
+from kvexport.export.passes.forms import OP_TYPES, dtype_of, experts_form_of, form_of, is_linear
 from kvexport.export.passes.nodes import dims, is_op, known_shape
 from kvexport.ops.experts import WEIGHTS, ExpertsForm, experts_function
 from kvexport.ops.linear import Form, linear_function, parts_after
@@ -90,12 +90,7 @@ def _of_linear(node: ir.Node, types: Types, sizes: Sizes) -> onnx.FunctionProto:
 
 
 def _of_experts(node: ir.Node, types: Types, sizes: Sizes) -> onnx.FunctionProto:
-    fields: dict[str, Any] = {}
-    for name in vars(ExpertsForm()):
-        if name in node.attributes:
-            value = node.attributes[name].value
-            fields[name] = tuple(value) if isinstance(value, (list, tuple)) else value
-    form = ExpertsForm(**fields)
+    form = experts_form_of(node)
     inputs = {name: value for name, value in zip(form.inputs, node.inputs, strict=True) if value is not None}
     dtype = inputs["input"].dtype
     assert dtype is not None

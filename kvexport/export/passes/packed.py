@@ -67,14 +67,9 @@ def put_packed(
 ) -> dict[str, str]:
     """Replace float initializers of a model by packed weights without data, and add nodes that dequantize them.
 
-    Args:
-        model: The model.
-        packings: The packed format of each initializer; names that the graph lacks are ignored.
-        same: A function that returns whether two initializers have the same bytes.
-        library: Whether ONNX Runtime's GatherBlockQuantized reads rows of embeddings.
-
-    Returns:
-        {initializer: tensor} for each initializer that has the bytes of a packed weight's tensor under another name.
+    `same` says whether two initializers have the same bytes; with `library`, ONNX Runtime's GatherBlockQuantized reads
+    rows of embeddings. The result is {initializer: tensor} for each initializer that has the bytes of a packed weight's
+    tensor under another name.
     """
     renamed: dict[str, str] = {}
     ordered: dict[ir.Value, list[tuple[ir.Value, ir.Value]]] = {}  # by product's input: (order, reordered input)

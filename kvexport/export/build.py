@@ -133,10 +133,7 @@ def build(
 
 
 def share_weights(recipe: Recipe, folder: Path) -> SharedWeights:
-    """Write the weights of a recipe's checkpoint into `folder`, so that several builds can link to them.
-
-    Earlier contents of `folder` are removed.
-    """
+    """Write a checkpoint's weights into `folder`, instead of what is there, so that several builds can link to them."""
     from kvexport.export.weights.specs import weight_specs
     from kvexport.export.weights.write import SharedWeights, write_weights
 
@@ -150,11 +147,7 @@ def share_weights(recipe: Recipe, folder: Path) -> SharedWeights:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector in this context.
-
-    A trace of a model makes millions of objects that all stay in use. A search for garbage among them would take a
-    sixth of the build's time.
-    """
+    """Pause the garbage collector, whose search among millions of live objects takes a sixth of a build."""
     enabled = gc.isenabled()
     gc.disable()
     try:

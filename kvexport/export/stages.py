@@ -247,10 +247,7 @@ def _merge_bytes(plan: CachePlan, method: Any) -> bytes:
 
 
 def _parse_merge(model: bytes, method: Any) -> onnx.ModelProto | None:
-    """Parse the bytes of the merge graph, and keep its ONNX functions for later builds of this process.
-
-    The result is None if there are no bytes.
-    """
+    """Parse the merge graph (None without bytes), and keep its functions for later builds of this process."""
     if not model:
         return None
     parsed: onnx.ModelProto = onnx.ModelProto.FromString(model)

@@ -239,10 +239,7 @@ def _runs(text: str, token: str) -> tuple[str | int, ...]:
 
 
 def _compare(processor: Any, spec: ImageSpec) -> int:
-    """Return how many dimensions the processor's array of tiles has.
-
-    Raise _Refused if tiles or texts differ from kvexport's.
-    """
+    """Return the dimensions of the processor's array of tiles; raise _Refused if tiles or texts differ from ours."""
     from PIL import Image
 
     random, dimensions = np.random.default_rng(0), 0

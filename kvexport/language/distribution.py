@@ -149,17 +149,11 @@ def _rest(top: TopLogits, power: float) -> tuple[float, float]:
     largest = max(float(x[-1]), 1e-300)
 
     def as_one(mass: float) -> float:
-        """Return the sum of x**power over the logits outside the n largest, if all their x are equal and sum to `mass`.
-
-        By Jensen's inequality the result is a lower bound for a power above 1, and an upper bound below 1.
-        """
+        """Return the sum if all x are equal: by Jensen a lower bound for a power above 1, an upper one below."""
         return float(others * (mass / others) ** power)
 
     def as_few(mass: float) -> float:
-        """Return the sum of x**power over the logits outside the n largest, if as few x as possible are above 0.
-
-        The x add up to `mass`, and each x above 0 is then `largest`, the most that an x can be.
-        """
+        """Return the sum if as few x as possible are above 0, each of them `largest`."""
         return float(mass * largest ** (power - 1))
 
     return (as_one(least), as_few(most)) if power >= 1 else (as_few(least), as_one(most))

@@ -96,10 +96,7 @@ class PeriodicSection(RecipeSection):
 
     @property
     def selected(self) -> int:
-        """The number of slots of a layer that a selection from the full KV cache fills.
-
-        The remaining slots of the smaller cache take the tokens until the next selection.
-        """
+        """The slots that a selection fills; the others take the tokens until the next selection."""
         return (self.slots or 0) - self.every
 
     @field_validator("store")

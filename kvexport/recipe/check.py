@@ -90,10 +90,7 @@ def place_of(tree: Tree, key: Key) -> str:
 
 
 def _known_only(tree: Tree, model: type[BaseModel], above: Key, findings: Findings) -> dict[str, Any]:
-    """Return a recipe's contents as plain data without the keys that the pydantic class `model` does not have.
-
-    Each of those keys becomes a problem in `findings`.
-    """
+    """Return a recipe's contents as plain data without unknown keys, each of which becomes a problem in `findings`."""
     data: dict[str, Any] = {}
     for name, entry in tree.entries.items():
         key = (*above, name)
@@ -156,10 +153,7 @@ def _check_parameters(tree: Tree, cache: dict[str, Any], findings: Findings) -> 
 
 
 def _validate(model: type[Any], data: dict[str, Any]) -> tuple[Any, dict[Key, list[Any]]]:
-    """Return the validated pydantic model, or None, and pydantic's errors by the recipe's key.
-
-    The validation is strict: a number of slots may not be "64", true or 8.0.
-    """
+    """Return the model, or None and pydantic's errors by key; strict: slots may not be "64", true or 8.0."""
     try:
         return model.model_validate(data, strict=True), {}
     except ValidationError as error:
@@ -179,10 +173,7 @@ def _validate(model: type[Any], data: dict[str, Any]) -> tuple[Any, dict[Key, li
 
 
 def _across(data: dict[str, Any], errors: dict[Key, list[Any]]) -> list[str]:
-    """Return the contradictions between values of a recipe that are each valid.
-
-    A contradiction with a value that is invalid by itself is left out, because that value has its own message.
-    """
+    """Return contradictions between values that are each valid; an invalid value has a message of its own."""
     if not errors:
         return []
     wrong = [key for key in errors if key]

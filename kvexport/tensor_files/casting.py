@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kvexport.errors import UsageError
-from kvexport.tensor_files.entry import TensorEntry
+from kvexport.tensor_files.shards import TensorEntry
 
 Dtype = Literal["float32", "float16"]
 
@@ -103,10 +103,7 @@ def require_finite(entry: TensorEntry, block: bytes | memoryview, at: int) -> No
 
 
 def _cast(block: bytes, stored: str, dtype: Dtype) -> tuple[np.ndarray[Any, Any], int]:
-    """Return the finite values of a block of bytes cast to a dtype, and the number of values that became infinite.
-
-    All values pass through float32, as in PyTorch.
-    """
+    """Return a block's values cast through float32, as in PyTorch, and the number of values that became infinite."""
     values = np.frombuffer(block, STORED[stored])
     # Looked up where it can be: four times as fast as NumPy's own rounding to float16.
     lookup = stored == "BF16" and dtype == "float16"

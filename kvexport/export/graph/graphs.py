@@ -47,10 +47,7 @@ PLUGIN = {"plugin_version": "1", "plugin_namespace": DOMAIN}
 def attention_functions(
     plan: CachePlan, method: Method, geometry: list[LayerGeometry], dtype: str
 ) -> list[list[onnx.FunctionProto]]:
-    """Return, for each layer, the ONNX functions that define VoteAttention, kvexport's attention operator.
-
-    The first function in a layer's list is VoteAttention itself; it calls the others.
-    """
+    """Return, for each layer, the ONNX functions of its VoteAttention, that function itself first."""
     return [
         vote_attention_functions(
             layer_attributes(method, layer, cache.value_prefix),
@@ -79,11 +76,7 @@ def finish_decoder(
     float_input: bool,
     library: bool,
 ) -> onnx.ModelProto:
-    """Turn a traced decoder into the ONNX graph decoder.onnx of an artifact.
-
-    Weights become external data, matrix products become Linear nodes, and the ONNX functions of kvexport's operators
-    are added to the graph.
-    """
+    """Turn a traced decoder into the ONNX graph decoder.onnx of an artifact."""
     expert_forms = finish_experts(model.graph, packings, float_input=float_input)
     matrices = {name: x for name, x in packings.items() if not is_experts_weight(model.graph, name)}
     renamed = put_packed(model, matrices, lambda a, b: locations[a] == locations[b], library=library)
@@ -121,10 +114,7 @@ def finish_encoder(model: ir.Model, locations: Mapping[str, Location], folder: P
 
 
 def _put_weights(graph: ir.Graph, locations: Mapping[str, Location], renamed: Mapping[str, str], folder: Path) -> None:
-    """Let each ONNX initializer without data refer to its bytes in a weight file (external data).
-
-    `locations` has the file and offset of every weight. `renamed` gives the weight's name there if it differs.
-    """
+    """Let initializers without data refer to their bytes in weight files, by their names in `renamed` if others."""
     for name, value in graph.initializers.items():
         if value.const_value is None:
             location = locations[renamed.get(name, name)]
@@ -158,11 +148,7 @@ def open_slots(decoder: onnx.ModelProto, plan: CachePlan) -> None:
 
 
 def merge_model(plan: CachePlan, method: Method) -> onnx.ModelProto | None:
-    """Return merge.onnx, the graph that evicts and merges KV-cache entries until each KV head is within its budget.
-
-    The inputs and outputs are the cache state of every layer that can exceed its budget of slots. The result is None if
-    no layer can.
-    """
+    """Return merge.onnx, which merges each KV head's cache down to its budget; None if no layer can exceed it."""
     nodes, inputs, outputs = [], [], []
     functions: dict[tuple[str, str], onnx.FunctionProto] = {}
     for i, layer in enumerate(plan.caches):

@@ -64,10 +64,7 @@ def cache_name(model: Any) -> str:
 
 
 class PassThroughCache(Cache):
-    """A cache object for transformers that returns only the new keys and values.
-
-    The keys and values of earlier tokens are inputs of the ONNX graph instead.
-    """
+    """A cache that returns only new keys and values: those of earlier tokens are inputs of the ONNX graph instead."""
 
     def __init__(self, model_type: str = "the model") -> None:
         super().__init__(layers=[])

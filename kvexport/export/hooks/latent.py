@@ -54,11 +54,7 @@ def check_expansions(model: Any) -> None:
 
 
 def _matrices(module: Any) -> Tensor:
-    """Return the weight `kv_b_proj`, which expands latent vectors to keys and values, head by head: [Hq, n + v, r].
-
-    Hq is the number of heads, n the size of a key without its rotated part, v that of a value, r that of a latent
-    vector.
-    """
+    """Return `kv_b_proj` by head [Hq, n + v, r]: it expands r latent numbers to a key of n and a value of v."""
     weight: Tensor = module.kv_b_proj.weight
     return weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, weight.shape[1])
 

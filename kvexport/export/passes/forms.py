@@ -94,10 +94,7 @@ def outputs_of(linear: ir.Node) -> int | str:
 
 
 def operands(node: ir.Node, op_type: str) -> list[tuple[ir.Node, ir.Value]]:
-    """Return (Linear node, the other input) for each of a node's two inputs that a Linear node computes.
-
-    The result is empty if the node is not of type `op_type`.
-    """
+    """Return (Linear node, the other input) for each input of an `op_type` node that a Linear node computes."""
     if not is_op(node, op_type) or len(node.inputs) != 2:
         return []
     pairs = [(linear_of(node, i), node.inputs[1 - i]) for i in (0, 1)]

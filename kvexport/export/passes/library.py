@@ -44,10 +44,7 @@ class Weight(NamedTuple):
 
 
 def put_products(model: ir.Model) -> list[onnx.FunctionProto]:
-    """Give every Linear and Experts node a function made of ONNX Runtime's operators; return these functions.
-
-    `inlined` then replaces the nodes by the functions.
-    """
+    """Give every Linear and Experts node a function of ONNX Runtime's operators, by which `inlined` replaces it."""
     functions: dict[str, onnx.FunctionProto] = {}
     types = {value: value.dtype for value in model.graph.initializers.values()}
     sizes = {value: known_shape(value) for value in model.graph.initializers.values()}

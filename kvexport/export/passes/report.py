@@ -31,10 +31,7 @@ Pass = Callable[[ir.Model], PassReport]
 
 @dataclass(frozen=True)
 class Rewrite(Generic[Match]):
-    """A pass that visits the nodes of an ONNX graph in order, and rewrites each match of a pattern.
-
-    Nodes that the pass itself removed are not visited.
-    """
+    """A pass that visits the nodes of a graph in order, and rewrites each match of a pattern that a check accepts."""
 
     name: str  # name of the pass
     # Returns the matches that end at a node; it compares only operators and the connections between nodes
@@ -78,10 +75,7 @@ def remove_unused(model: ir.Model) -> PassReport:
 
 
 def sort_nodes(model: ir.Model) -> PassReport:
-    """Sort the nodes of a graph so that each comes after the nodes whose outputs it reads; report how many moved.
-
-    A Linear node fused from several is at the place of the last of them, so a reader of the first may come before it.
-    """
+    """Sort nodes after those that they read, as a fused Linear stands at the last of its nodes."""
     before = list(model.graph)
     model.graph.sort()
     return PassReport("order", applied=sum(one is not other for one, other in zip(before, model.graph, strict=True)))

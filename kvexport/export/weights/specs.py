@@ -24,7 +24,7 @@ from kvexport.export.weights.nbits import NBits, nbits_specs
 from kvexport.export.weights.quantize import Rounded, fitting_group
 from kvexport.export.weights.write import Spec, TensorSpec, check_specs, total_bytes
 from kvexport.ops.packed import PackedFormat
-from kvexport.tensor_files.entry import TensorEntry
+from kvexport.tensor_files.shards import TensorEntry
 
 if TYPE_CHECKING:
     from kvexport.recipe.fields import Recipe, WeightsSection

@@ -32,7 +32,7 @@ from kvexport.export.model.quantized.reading import (
 )
 from kvexport.export.model.tensors import Source
 from kvexport.ops.packed import PackedFormat, pack
-from kvexport.tensor_files.entry import TensorEntry
+from kvexport.tensor_files.shards import TensorEntry
 
 Layout = Literal["gptq", "gptq_v2", "awq"]
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each of eight outputs in a word of AWQ

@@ -37,7 +37,7 @@ from kvexport.export.model.quantized.reading import (
 from kvexport.export.model.tensors import Source
 from kvexport.ops.packed import E2M1, PackedFormat
 from kvexport.tensor_files.casting import BLOCK_BYTES, byte_rows, read_blocks, row_blocks
-from kvexport.tensor_files.entry import TensorEntry
+from kvexport.tensor_files.shards import TensorEntry
 
 _FP8 = "F8_E4M3"
 GROUP = 32
@@ -90,11 +90,7 @@ class Float4:
 
 
 def float4(name: str, entry: TensorEntry, tensors: Tensors, prefix: str, total: str, *, divides: bool) -> Float4:
-    """Return the 4-bit float weight (MXFP4 or NVFP4) of a module whose packed numbers are the tensor `entry`.
-
-    The weight is MXFP4 if its scales are integers. Otherwise it is NVFP4 with a scale for the whole tensor, named
-    `total`.
-    """
+    """Return the weight whose packed numbers are the tensor `entry`: MXFP4 if its scales are integers, else NVFP4."""
     scale = require(tensors, f"{prefix}.weight_scale", name)
     if entry.dtype != "U8" or len(entry.shape) != 2:
         raise wrong(entry, "U8, a matrix")

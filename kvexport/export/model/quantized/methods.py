@@ -26,10 +26,7 @@ _READERS = {
 
 
 def quantization_of(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return what a checkpoint says of its quantized weights; None if its weights are not quantized.
-
-    The description is in config.json, in the text_config there, or in ModelOpt's hf_quant_config.json.
-    """
+    """Return what config.json or ModelOpt's own file says of quantized weights; None if they are not."""
     section: Any = None
     for candidate in (config, config.get("text_config")):
         if isinstance(candidate, Mapping):

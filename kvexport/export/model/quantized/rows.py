@@ -35,7 +35,7 @@ from kvexport.export.model.quantized.reading import (
 from kvexport.export.model.tensors import Source
 from kvexport.ops.packed import PackedFormat, pack
 from kvexport.tensor_files.casting import BLOCK_BYTES, byte_rows, row_blocks
-from kvexport.tensor_files.entry import TensorEntry
+from kvexport.tensor_files.shards import TensorEntry
 
 _FLOATS = ("F16", "BF16", "F32")
 _FP8 = "F8_E4M3"
@@ -87,10 +87,7 @@ def _signed_zeros(entry: TensorEntry, n: int, bits: int) -> NDArray[np.int8]:
 
 @dataclass(frozen=True)
 class Float8:
-    """A weight of 8-bit floats [outputs, inputs], which is read as float32.
-
-    `block` is how many rows and how many columns share a scale.
-    """
+    """A weight of 8-bit floats [outputs, inputs], read as float32; `block` rows and columns share a scale."""
 
     weight: TensorEntry
     scale: TensorEntry

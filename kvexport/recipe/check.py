@@ -26,12 +26,6 @@ Key: TypeAlias = "tuple[str, ...]"
 PATH: Key = ("model", "path")
 FILES: tuple[Key, ...] = (("weights", "merge_adapter"),)
 """Keys whose value is the path of a file or folder, relative to the recipe's file."""
-REMOVED = {
-    "weights.method": ": remove it; the build rounds to nearest, and keeps the numbers of a quantized checkpoint",
-    "weights.calibration": ": remove it; the build rounds to nearest, which reads no text",
-    "backend.tensor_parallel": ": remove it; several GPUs serve replicas (kvexport docs tasks/deploy)",
-}
-"""Keys of former recipes, and what to do about them."""
 METHOD: Key = ("cache", "method")
 PARAMETERS: Key = ("cache", "parameters")
 
@@ -100,7 +94,7 @@ def _known_only(tree: Tree, model: type[BaseModel], above: Key, findings: Findin
             same.sort(key=lambda key: not key.startswith("cache."))  # recipes set keys of `cache` most often
             near = same or [".".join((*above, n)) for n in get_close_matches(name, model.model_fields)]
             nested = "; a dotted key is for --set, in a file keys are nested" if "." in name else ""
-            advice = REMOVED.get(".".join(key)) or did_you_mean(near) + nested
+            advice = did_you_mean(near) + nested
             findings.problems.append(f"unknown key {shown_key('.'.join(key))} ({entry.origin.key_place}){advice}")
             continue
         section = section_of(model, name)

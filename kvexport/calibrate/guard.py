@@ -10,7 +10,7 @@ from kvexport.calibrate.compressed import compressed_attention
 from kvexport.calibrate.head_costs import FullAttention, sized
 from kvexport.evaluate.language import Ids
 from kvexport.export.model.layerwise import LayerwiseDecoder
-from kvexport.export.model.shape import ModelShape
+from kvexport.export.model.tensors import ModelShape
 from kvexport.methods.base import Method
 from kvexport.plan.cache import CachePlan, LayerGeometry
 from kvexport.plan.planner import plan_cache

@@ -20,7 +20,7 @@ from kvexport.errors import UsageError
 from kvexport.evaluate.language import Ids
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.export.model.layerwise import LayerwiseDecoder
-from kvexport.export.model.shape import ModelShape
+from kvexport.export.model.tensors import ModelShape
 from kvexport.methods.base import Method
 from kvexport.ops.vote_attention import read_attention
 from kvexport.plan.cache import LayerGeometry

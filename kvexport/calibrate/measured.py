@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.evaluate.tasks import Sample
 from kvexport.export.model.cached import cache_folder, make_cache_folder
-from kvexport.export.model.shape import ModelShape
-from kvexport.export.model.tensors import Checkpoint
+from kvexport.export.model.tensors import Checkpoint, ModelShape
 from kvexport.files import json_digest, write_file
 from kvexport.machine import machine_memory
 from kvexport.plan.budgets import least_slots

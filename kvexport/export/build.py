@@ -14,7 +14,7 @@ from kvexport import backends
 from kvexport.artifact.digests import write_manifest
 from kvexport.artifact.publish import staging
 from kvexport.errors import UsageError
-from kvexport.export.model.shape import ModelShape
+from kvexport.export.model.tensors import ModelShape
 from kvexport.plan.cache import CachePlan
 from kvexport.plan.memory import MemoryPlan, full_layer_bytes, gpu_bytes
 from kvexport.plan.planner import plan_cache
@@ -70,20 +70,19 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
 
     from kvexport.backends.adapters import largest_bytes
     from kvexport.export.graph.adapters import projection_sizes
-    from kvexport.export.weights.specs import expert_bytes, weight_bytes
+    from kvexport.export.weights.specs import planned_bytes
 
     shape = read_model(recipe, weights=False)
     # Tied parameters (one tensor in several modules) count once, because parameters() yields them once.
     parameters = sum(parameter.numel() for parameter in shape.model.parameters())
     itemsize = np.dtype(recipe.model.dtype).itemsize
-    weights = weight_bytes(shape.checkpoint, shape.model, recipe)
-    experts = expert_bytes(shape.checkpoint, shape.model, recipe)
+    weights, experts, read = planned_bytes(shape.checkpoint, shape.model, recipe)
     length = recipe.limits.max_length
     full = None if length == MOST else sum(full_layer_bytes(layer, length, itemsize) for layer in shape.geometry)
     targets = projection_sizes(shape.model, shape.mode, recipe.adapters.targets) if recipe.adapters.count else {}
     geometry, adapters = tuple(shape.geometry), largest_bytes(recipe, targets)
     arenas = gpu_bytes(recipe, shape.model.config.get_text_config(), itemsize)
-    return MemoryPlan(name, recipe, geometry, shape.plan, parameters, weights, full, *experts, adapters, arenas)
+    return MemoryPlan(name, recipe, geometry, shape.plan, parameters, weights, full, experts, read, adapters, arenas)
 
 
 def _has_recurrences(plan: CachePlan) -> bool:
@@ -134,10 +133,7 @@ def build(
 
 
 def share_weights(recipe: Recipe, folder: Path) -> SharedWeights:
-    """Write the weights of a recipe's checkpoint into `folder`, so that several builds can link to them.
-
-    Earlier contents of `folder` are removed.
-    """
+    """Write a checkpoint's weights into `folder`, instead of what is there, so that several builds can link to them."""
     from kvexport.export.weights.specs import weight_specs
     from kvexport.export.weights.write import SharedWeights, write_weights
 
@@ -151,11 +147,7 @@ def share_weights(recipe: Recipe, folder: Path) -> SharedWeights:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector in this context.
-
-    A trace of a model makes millions of objects that all stay in use. A search for garbage among them would take a
-    sixth of the build's time.
-    """
+    """Pause the garbage collector, whose search among millions of live objects takes a sixth of a build."""
     enabled = gc.isenabled()
     gc.disable()
     try:

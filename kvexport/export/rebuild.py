@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,9 @@ from kvexport.artifact.publish import staging
 from kvexport.artifact.reading import load_manifest
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.recipe.fields import Recipe
-from kvexport.recipe.load import load_recipe
+from kvexport.recipe.inherit import inherit
+from kvexport.recipe.load import checked
+from kvexport.recipe.parse import Findings, Source, Tree, read_overrides
 from kvexport.terminal import Progress, silent
 
 
@@ -73,17 +74,14 @@ def _with_backend(saved: Recipe, overrides: Sequence[str]) -> Recipe:
             f"--set {wrong[0]} would change the graphs, which --from keeps",
             "kvexport build MODEL, or --recipe NAME, without --from",
         )
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "recipe.yaml"
-        path.write_text(yaml.safe_dump(saved.model_dump(mode="json")))
-        return load_recipe(str(path), overrides).recipe
+    findings = Findings()
+    tree = Source("the recipe", Path.cwd(), False, findings).read(yaml.safe_dump(saved.model_dump(mode="json")))
+    assert isinstance(tree, Tree)
+    return checked(inherit(tree, read_overrides(overrides, findings)), "the recipe", "", findings).recipe
 
 
 def _take_over(source: Path, target: Path) -> None:
-    """Hard-link a file of an artifact into the staged copy, or copy it if the file system cannot link.
-
-    Two artifacts may share a file, because the files of an artifact never change.
-    """
+    """Hard-link a file of an artifact, which never changes, into the copy; copy it where links are not possible."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)

@@ -27,12 +27,19 @@ from kvexport.artifact.manifest import Graphs, Limits, Manifest, ModelFacts
 from kvexport.export.forked import forked
 from kvexport.export.graph import tracer
 from kvexport.export.graph.adapters import put_adapters
-from kvexport.export.graph.graphs import attention_functions, finish_decoder, finish_encoder, merge_model, open_slots
-from kvexport.export.graph.top_logits import COUNT, top_logits_model
+from kvexport.export.graph.graphs import (
+    MOST_LOGITS,
+    attention_functions,
+    finish_decoder,
+    finish_encoder,
+    merge_model,
+    open_slots,
+    top_logits_model,
+)
 from kvexport.export.model.hf_model import length_notes
-from kvexport.export.model.shape import ModelShape
+from kvexport.export.model.tensors import ModelShape
 from kvexport.export.passes import DECODER_PASSES, GRAPH_CHECKS
-from kvexport.export.passes.linear.adapters import ADAPTERS
+from kvexport.export.passes.fusions import ADAPTERS
 from kvexport.export.vision import Vision
 from kvexport.export.weights.specs import packed_formats, packings, stored_specs, weight_notes, weight_specs
 from kvexport.export.weights.write import (
@@ -73,15 +80,16 @@ def vocabulary_of(shape: ModelShape) -> int:
 
 def choose_weights(shape: ModelShape, recipe: Recipe, progress: ShowProgress, vision: Vision | str = "") -> list[Spec]:
     """Return the specs of an artifact's weights (copied, cast or rounded), and show notes for the user."""
-    specs = stored_specs(weight_specs(shape.checkpoint, shape.model, recipe), recipe)
-    config = shape.model.config
+    chosen = weight_specs(shape.checkpoint, shape.model, recipe)
+    specs, config = stored_specs(chosen, recipe), shape.model.config
     notes = length_notes(config, recipe.rotary_length)
     if isinstance(vision, Vision):
         own = {spec.name for spec in specs}
         specs += [spec for spec in vision.weights if spec.name not in own]
     elif vision:
         notes.insert(0, f"the text part of {config.model_type} is built, which reads no images: {vision}")
-    for note in [*notes, *cache_notes(recipe, shape.plan), *weight_notes(shape.checkpoint, shape.model, recipe)]:
+    notes += [*cache_notes(recipe, shape.plan), *weight_notes(shape.checkpoint, shape.model, recipe, chosen)]
+    for note in notes:
         with progress(f"note: {note}", None):
             pass
     return specs
@@ -189,7 +197,7 @@ def describe(
         images=vision.spec if isinstance(vision, Vision) else None,
         no_images=vision if isinstance(vision, str) else "",
         graphs=graphs,
-        top_logits=min(COUNT, vocabulary_of(shape)),
+        top_logits=min(MOST_LOGITS, vocabulary_of(shape)),
         limits=Limits(
             max_length=recipe.limits.max_length,
             max_batch=recipe.limits.max_batch,
@@ -239,10 +247,7 @@ def _merge_bytes(plan: CachePlan, method: Any) -> bytes:
 
 
 def _parse_merge(model: bytes, method: Any) -> onnx.ModelProto | None:
-    """Parse the bytes of the merge graph, and keep its ONNX functions for later builds of this process.
-
-    The result is None if there are no bytes.
-    """
+    """Parse the merge graph (None without bytes), and keep its functions for later builds of this process."""
     if not model:
         return None
     parsed: onnx.ModelProto = onnx.ModelProto.FromString(model)

@@ -30,7 +30,7 @@ from kvexport.errors import KvexportError
 from kvexport.export.graph.tracer import initializer_names
 from kvexport.export.model.config import first_line_of
 from kvexport.export.model.hf_model import build_fake, is_composite
-from kvexport.export.model.shape import ModelShape
+from kvexport.export.model.tensors import ModelShape
 from kvexport.export.weights.specs import packings, weight_specs
 from kvexport.export.weights.write import Spec
 from kvexport.images.tiles import ImageSpec, tiles_of
@@ -239,10 +239,7 @@ def _runs(text: str, token: str) -> tuple[str | int, ...]:
 
 
 def _compare(processor: Any, spec: ImageSpec) -> int:
-    """Return how many dimensions the processor's array of tiles has.
-
-    Raise _Refused if tiles or texts differ from kvexport's.
-    """
+    """Return the dimensions of the processor's array of tiles; raise _Refused if tiles or texts differ from ours."""
     from PIL import Image
 
     random, dimensions = np.random.default_rng(0), 0

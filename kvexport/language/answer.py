@@ -10,7 +10,7 @@ from kvexport.language import harmony
 from kvexport.language.chat import ChatTemplate
 from kvexport.language.grammar import Grammar
 from kvexport.language.harmony import ChannelReader, has_channels
-from kvexport.language.reasoning import Reader, ReasoningReader, is_open, shown_ids, thinks
+from kvexport.language.reasoning import CLOSING, OPENING, Reader, ReasoningReader, is_open, thinks
 from kvexport.language.tokenizer import Tokenizer
 from kvexport.language.tool_calls import Piece
 from kvexport.language.tools import CallForm, Tool, calls_grammar, form_of
@@ -137,10 +137,10 @@ def plan_answer(
     prefix: Sequence[int] = ()
     reasoning = channels = None
     if reasons and thinks(template):
-        shown += shown_ids(tokenizer)
+        shown += tokenizer.special((OPENING, CLOSING))
         reasoning = grammar is None and is_open(ids, tokenizer)  # a grammar restricts the first token already
     if has_channels(template):
-        shown = harmony.shown_ids(tokenizer)
+        shown = tokenizer.special(harmony.MARKERS)
         channels = grammar is not None and not must
         prefix = tokenizer.encode_within(harmony.FINAL) if channels else ()
     return AnswerPlan(grammar, prefix, shown, tools, calls, reasoning, channels)

@@ -18,7 +18,7 @@ from typing import Any
 
 from kvexport.errors import ArtifactError, EnvironmentProblem, UsageError
 from kvexport.language import bounded_filters
-from kvexport.language.panics import is_panic
+from kvexport.language.tokenizer import is_panic
 
 Message = Mapping[str, Any]
 
@@ -312,10 +312,7 @@ def _is_iterable(value: Any) -> bool:
 
 
 def _as_python(value: Any) -> Any:
-    """Return the text that Jinja, which uses Python's `str`, prints for a value; minijinja would print another text.
-
-    An undefined value arrives as None and prints nothing.
-    """
+    """Return the text that Jinja prints for a value, by `str`; an undefined value is None and prints nothing."""
     if value is None:
         return ""
     return str(value) if isinstance(value, bool | float | list | tuple | dict) else value

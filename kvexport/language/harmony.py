@@ -11,11 +11,10 @@ from collections.abc import Collection
 
 from kvexport.language.chat import ChatTemplate
 from kvexport.language.text_stream import overlap
-from kvexport.language.tokenizer import Tokenizer
 from kvexport.language.tool_calls import Piece
 
 FINAL = "<|channel|>final<|message|>"  # what a prompt ends with whose answer has to keep to a grammar
-_MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.:/-]+)")
 
 
@@ -23,11 +22,6 @@ def has_channels(template: ChatTemplate | None) -> bool:
     return template is not None and any(
         "<|channel|>" in source and "<|message|>" in source for source in template.sources.values()
     )
-
-
-def shown_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    ids = (tokenizer.token_id(marker) for marker in _MARKERS)
-    return tuple(token for token in ids if token is not None and token in tokenizer.special_ids)
 
 
 class ChannelReader:
@@ -40,7 +34,7 @@ class ChannelReader:
     def read(self, text: str, last: bool) -> list[Piece]:
         self._waiting += text
         pieces: list[Piece] = []
-        while found := [(at, marker) for marker in _MARKERS if (at := self._waiting.find(marker)) >= 0]:
+        while found := [(at, marker) for marker in MARKERS if (at := self._waiting.find(marker)) >= 0]:
             at, marker = min(found)
             self._take(self._waiting[:at], pieces)
             self._waiting = self._waiting[at + len(marker) :]
@@ -52,7 +46,7 @@ class ChannelReader:
                 self._header += marker
             else:
                 self._end(pieces)
-        kept = 0 if last else max(overlap(self._waiting, marker) for marker in _MARKERS)
+        kept = 0 if last else max(overlap(self._waiting, marker) for marker in MARKERS)
         end = len(self._waiting) - kept
         self._take(self._waiting[:end], pieces)
         self._waiting = self._waiting[end:]

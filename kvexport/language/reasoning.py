@@ -34,12 +34,6 @@ def is_open(ids: Sequence[int] | NDArray[Any], tokenizer: Tokenizer) -> bool:
     return end.rstrip().endswith(OPENING)
 
 
-def shown_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids of reasoning markers (<think>, </think>) that are special tokens, which decoding would hide."""
-    ids = (tokenizer.token_id(marker) for marker in (OPENING, CLOSING))
-    return tuple(token for token in ids if token is not None and token in tokenizer.special_ids)
-
-
 def reasoning_tokens(tokens: Sequence[Token], opened: bool) -> int:
     """Return how many tokens of an answer are reasoning, the markers <think> and </think> included."""
     text = OPENING if opened else ""

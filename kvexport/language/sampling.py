@@ -25,10 +25,10 @@ from kvexport.language.distribution import (
     distribution_of_top,
     draw,
     logprobs_of,
+    scores_of,
 )
 from kvexport.language.grammar import Constraint
 from kvexport.language.settings import GenerationSettings
-from kvexport.language.top_logits import scores_of
 
 # A user's change of the logits: (token ids of prompt and answer [n] int64, logits [vocabulary] float32) -> logits.
 LogitsProcessor = Callable[[Ids, Floats], Floats]

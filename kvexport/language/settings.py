@@ -7,7 +7,7 @@ and n-gram bans (`UNSUPPORTED`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -122,57 +122,15 @@ class GenerationSettings:
 
     def __post_init__(self) -> None:
         """Raise UsageError for generation settings that transformers refuses, or with which its generation fails."""
-        for name in ("do_sample", "ignore_eos"):
-            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
-        for name, least in (("max_new_tokens", 1), ("min_new_tokens", 0), ("top_k", 0)):
+        for name, (is_allowed, expected) in _ALLOWED.items():
             value = getattr(self, name)
-            _require(_is_integer(value) and value >= least, name, value, f"an integer of at least {least}")
-        _require(
-            self.min_new_tokens <= self.max_new_tokens,
-            "min_new_tokens",
-            self.min_new_tokens,
-            f"at most max_new_tokens = {self.max_new_tokens}",
-        )
-        expected = "a number above 0 (for greedy decoding: do_sample false)"
-        _require(
-            _is_number(self.temperature) and (self.temperature > 0 or not self.do_sample),
-            "temperature",
-            self.temperature,
-            expected,
-        )
-        _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1], 1 = off")
-        _require(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1], 0 = off")
-        penalty = self.repetition_penalty
-        _require(_is_number(penalty) and penalty > 0, "repetition_penalty", penalty, "a number above 0, 1 = off")
-        _require(
-            self.seed is None or (_is_integer(self.seed) and self.seed >= 0),
-            "seed",
-            self.seed,
-            "an integer of at least 0, or null",
-        )
-        self._check_logits()
-        ids, strings = self.eos_token_ids, self.stop_strings
-        whole = isinstance(ids, tuple) and all(_is_integer(i) and i >= 0 for i in ids)
-        _require(whole, "eos_token_ids", ids, "a tuple of token ids of at least 0")
-        ids = self.shown_ids
-        whole = isinstance(ids, tuple) and all(_is_integer(i) and i >= 0 for i in ids)
-        _require(whole, "shown_ids", ids, "a tuple of token ids of at least 0")
-        filled = isinstance(strings, tuple) and all(isinstance(s, str) and s for s in strings)
-        _require(filled, "stop_strings", strings, "a tuple of strings, none of them empty")
-
-    def _check_logits(self) -> None:
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _require(_is_number(value) and -2 <= value <= 2, name, value, "a number in [-2, 2], 0 = off")
-        bias, count = self.logit_bias, self.logprobs
-        _require(isinstance(bias, Mapping), "logit_bias", bias, "a mapping of token ids to numbers")
-        for token, value in bias.items():
-            whole = _is_integer(token) and token >= 0 and _is_number(value) and -100 <= value <= 100
+            _require(is_allowed(value), name, value, expected)
+        most, temperature = self.max_new_tokens, self.temperature
+        _require(self.min_new_tokens <= most, "min_new_tokens", self.min_new_tokens, f"at most max_new_tokens = {most}")
+        _require(temperature > 0 or not self.do_sample, "temperature", temperature, _ALLOWED["temperature"][1])
+        for token, value in self.logit_bias.items():
+            whole = _is_least(0)(token) and _is_between(-100, 100)(value)
             _require(whole, "logit_bias", {token: value}, "token ids of at least 0, each with a number in [-100, 100]")
-        whole = count is None or (_is_integer(count) and 0 <= count <= MOST_LOGPROBS)
-        kind = self.grammar
-        _require(kind is None or isinstance(kind, Grammar), "grammar", kind, "a kvexport.Grammar")
-        _require(whole, "logprobs", count, f"an integer from 0 to {MOST_LOGPROBS}, or null")
 
     @property
     def may_raise(self) -> bool:
@@ -247,12 +205,49 @@ def _as_tuple(value: Any) -> Any:
     return (value,) if isinstance(value, (int, str)) else value
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _is_least(least: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and value >= least
+
+
+def _is_between(low: float, high: float) -> Callable[[Any], bool]:
+    return lambda value: _is_number(value) and low <= value <= high
+
+
+def _are(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, tuple) and all(map(kind, value))
+
+
+_IDS = (_are(_is_least(0)), "a tuple of token ids of at least 0")
+_SWITCH = (lambda value: isinstance(value, bool), "true or false")
+_PENALTY = (_is_between(-2, 2), "a number in [-2, 2], 0 = off")
+# Of each setting: whether it may have a value, and the values that it may have, as text.
+_ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "do_sample": _SWITCH,
+    "ignore_eos": _SWITCH,
+    "max_new_tokens": (_is_least(1), "an integer of at least 1"),
+    "min_new_tokens": (_is_least(0), "an integer of at least 0"),
+    "top_k": (_is_least(0), "an integer of at least 0"),
+    "temperature": (_is_number, "a number above 0 (for greedy decoding: do_sample false)"),
+    "top_p": (lambda value: _is_between(0, 1)(value) and value > 0, "a number in (0, 1], 1 = off"),
+    "min_p": (_is_between(0, 1), "a number in [0, 1], 0 = off"),
+    "repetition_penalty": (lambda value: _is_number(value) and value > 0, "a number above 0, 1 = off"),
+    "seed": (lambda value: value is None or _is_least(0)(value), "an integer of at least 0, or null"),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "logit_bias": (lambda value: isinstance(value, Mapping), "a mapping of token ids to numbers"),
+    "grammar": (lambda value: value is None or isinstance(value, Grammar), "a kvexport.Grammar"),
+    "logprobs": (
+        lambda value: value is None or (_is_least(0)(value) and value <= MOST_LOGPROBS),
+        f"an integer from 0 to {MOST_LOGPROBS}, or null",
+    ),
+    "eos_token_ids": _IDS,
+    "shown_ids": _IDS,
+    "stop_strings": (_are(lambda x: isinstance(x, str) and x != ""), "a tuple of strings, none of them empty"),
+}
 
 
 def _require(holds: bool, name: str, value: Any, expected: str) -> None:

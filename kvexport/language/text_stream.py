@@ -203,10 +203,7 @@ def overlap(text: str, stop: str) -> int:
 
 
 def _decode_utf8(data: bytes) -> tuple[str, bytes]:
-    """Decode UTF-8: return the characters of `data`, and the bytes of an incomplete character at the end.
-
-    A byte that can belong to no character becomes U+FFFD.
-    """
+    """Return the characters of `data`, U+FFFD for a byte of none, and the bytes of an incomplete one at the end."""
     text = ""
     while data:
         try:

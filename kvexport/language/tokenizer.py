@@ -7,13 +7,12 @@ of older checkpoints is not supported; transformers 5 ignores it too.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvexport.errors import ArtifactError, EnvironmentProblem, UsageError
-from kvexport.language.panics import is_panic
 
 if TYPE_CHECKING:
     import tokenizers
@@ -93,6 +92,11 @@ class Tokenizer:
         """Return the id of a token by its name in the vocabulary ("<|im_end|>"); None if there is none."""
         return self._inner.token_to_id(token)
 
+    def special(self, markers: Iterable[str]) -> tuple[int, ...]:
+        """Return the ids of the markers that are special tokens, which decoding hides unless told to show them."""
+        ids = (self.token_id(marker) for marker in dict.fromkeys(markers))
+        return tuple(token for token in ids if token is not None and token in self._special_ids)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:
             text.encode()
@@ -157,6 +161,11 @@ class Tokenizer:
         return self._fallback_bytes.get(token_id)
 
 
+def is_panic(error: BaseException) -> bool:
+    """Return whether an exception is a panic of a Rust library, which Python gets as PanicException."""
+    return type(error).__name__ == "PanicException"
+
+
 def _library_error(action: str, error: BaseException) -> BaseException:
     """Return the error to raise in place of an error of the library `tokenizers`.
 
@@ -193,11 +202,7 @@ def _unmap(name: str) -> bytes:
 
 
 def _visible_bytes() -> dict[str, int]:
-    """Return GPT-2's byte-level alphabet: the byte that each visible character stands for.
-
-    A byte that is a visible character of Latin-1 stands for itself. The other bytes, in order, have the characters from
-    U+0100.
-    """
+    """Return GPT-2's alphabet: visible Latin-1 characters are their own bytes, others begin at U+0100."""
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [value for value in range(256) if value not in visible]
     return {chr(v): v for v in visible} | {chr(256 + i): v for i, v in enumerate(others)}

@@ -70,10 +70,7 @@ class CallReader:
         return pieces
 
     def _unread(self, skipped: str) -> str:
-        """Return characters that were kept back as a possible start of a tool call as plain text: no call began.
-
-        After a tool call, brackets, commas, semicolons and blanks are dropped, because they only separate calls.
-        """
+        """Return text kept back before a call that did not begin, without marks between calls after another."""
         return skipped.lstrip(_BETWEEN) if self._after_call and not self._raw else self._raw + skipped
 
     def _show(self, pieces: list[Piece], text: str) -> None:

@@ -47,10 +47,7 @@ class CallForm:
     id_length: int = 24  # length of the ids that the template accepts
 
     def reader(self, tools: Sequence[Tool]) -> CallReader:
-        """Return a streaming parser that finds tool calls in one answer.
-
-        The text that the parser reads must show the special tokens that mark calls.
-        """
+        """Return a parser of tool calls in one answer, whose text must show the special tokens that mark calls."""
         names = [_name(tool) for tool in tools]
         head = self.head.replace("NAME", f"(?P<name>{_NAME.pattern})")
         if not self.head:
@@ -73,9 +70,7 @@ class CallForm:
     def shown_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """Return the ids of the markers of tool calls that are special tokens, so that the answer's text shows them."""
         written = [self.begin, self.before, self.after, self.end, self.parameter, *self.openings, *self.closings]
-        markers = dict.fromkeys([*self.openings, *(x for text in written for x in _MARKER.findall(text))])
-        ids = (tokenizer.token_id(marker) for marker in markers)
-        return tuple(token for token in ids if token is not None and token in tokenizer.special_ids)
+        return tokenizer.special([*self.openings, *(x for text in written for x in _MARKER.findall(text))])
 
     def new_id(self) -> str:
         letters = string.ascii_letters + string.digits

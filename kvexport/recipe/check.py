@@ -26,12 +26,6 @@ Key: TypeAlias = "tuple[str, ...]"
 PATH: Key = ("model", "path")
 FILES: tuple[Key, ...] = (("weights", "merge_adapter"),)
 """Keys whose value is the path of a file or folder, relative to the recipe's file."""
-REMOVED = {
-    "weights.method": ": remove it; the build rounds to nearest, and keeps the numbers of a quantized checkpoint",
-    "weights.calibration": ": remove it; the build rounds to nearest, which reads no text",
-    "backend.tensor_parallel": ": remove it; several GPUs serve replicas (kvexport docs tasks/deploy)",
-}
-"""Keys of former recipes, and what to do about them."""
 METHOD: Key = ("cache", "method")
 PARAMETERS: Key = ("cache", "parameters")
 
@@ -90,10 +84,7 @@ def place_of(tree: Tree, key: Key) -> str:
 
 
 def _known_only(tree: Tree, model: type[BaseModel], above: Key, findings: Findings) -> dict[str, Any]:
-    """Return a recipe's contents as plain data without the keys that the pydantic class `model` does not have.
-
-    Each of those keys becomes a problem in `findings`.
-    """
+    """Return a recipe's contents as plain data without unknown keys, each of which becomes a problem in `findings`."""
     data: dict[str, Any] = {}
     for name, entry in tree.entries.items():
         key = (*above, name)
@@ -103,7 +94,7 @@ def _known_only(tree: Tree, model: type[BaseModel], above: Key, findings: Findin
             same.sort(key=lambda key: not key.startswith("cache."))  # recipes set keys of `cache` most often
             near = same or [".".join((*above, n)) for n in get_close_matches(name, model.model_fields)]
             nested = "; a dotted key is for --set, in a file keys are nested" if "." in name else ""
-            advice = REMOVED.get(".".join(key)) or did_you_mean(near) + nested
+            advice = did_you_mean(near) + nested
             findings.problems.append(f"unknown key {shown_key('.'.join(key))} ({entry.origin.key_place}){advice}")
             continue
         section = section_of(model, name)
@@ -156,10 +147,7 @@ def _check_parameters(tree: Tree, cache: dict[str, Any], findings: Findings) -> 
 
 
 def _validate(model: type[Any], data: dict[str, Any]) -> tuple[Any, dict[Key, list[Any]]]:
-    """Return the validated pydantic model, or None, and pydantic's errors by the recipe's key.
-
-    The validation is strict: a number of slots may not be "64", true or 8.0.
-    """
+    """Return the model, or None and pydantic's errors by key; strict: slots may not be "64", true or 8.0."""
     try:
         return model.model_validate(data, strict=True), {}
     except ValidationError as error:
@@ -179,10 +167,7 @@ def _validate(model: type[Any], data: dict[str, Any]) -> tuple[Any, dict[Key, li
 
 
 def _across(data: dict[str, Any], errors: dict[Key, list[Any]]) -> list[str]:
-    """Return the contradictions between values of a recipe that are each valid.
-
-    A contradiction with a value that is invalid by itself is left out, because that value has its own message.
-    """
+    """Return contradictions between values that are each valid; an invalid value has a message of its own."""
     if not errors:
         return []
     wrong = [key for key in errors if key]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, model_validator
 
 from kvexport.backends.sections import backend_section, on_gpu
 from kvexport.recipe.cache import CacheSection
@@ -68,6 +69,7 @@ class WeightsSection(RecipeSection):
         32,
         ge=32,
         le=256,
+        multiple_of=2,  # two numbers of 4 bits share a byte
         description="Inputs that share a scale; halved for projections whose inputs it does not divide.",
     )
     head: Literal["same", 8, "float"] = Field(
@@ -85,13 +87,6 @@ class WeightsSection(RecipeSection):
         description="Inputs of products with packed weights. int8: a kernel may round them, which is faster; float: "
         "they are not rounded.",
     )
-
-    @field_validator("group")
-    @classmethod
-    def _even(cls, group: int) -> int:
-        if group % 2:
-            raise ValueError("should be even: two numbers of 4 bits share a byte")
-        return group
 
 
 class ExportSection(RecipeSection):
@@ -173,62 +168,45 @@ class Recipe(RecipeSection):
         return values
 
     @model_validator(mode="after")
-    def _room(self) -> Recipe:
-        self.cache.build_method()
-        needed = max(self.export.prefill_chunk, self.cache.merge_every)
-        if self.cache.slack is not None and self.cache.slack < needed:
-            raise ValueError(
-                f"cache.slack {self.cache.slack} is smaller than max(prefill_chunk, merge_every) = {needed}"
-            )
-        if self.cache.slack is None and self.cache.merge_prompts == "end" and self.limits.max_length == MOST:
-            raise ValueError(
+    def _consistent(self) -> Recipe:
+        if problem := next(self._contradictions(), ""):
+            raise ValueError(problem)
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        cache, drafted, chunk = self.cache, self.speculate.tokens, self.export.prefill_chunk
+        compresses, needed = cache.build_method().compresses, max(chunk, cache.merge_every)
+        unlimited = self.limits.max_length == MOST
+        if cache.slack is not None and cache.slack < needed:
+            yield f"cache.slack {cache.slack} is smaller than max(prefill_chunk, merge_every) = {needed}"
+        if cache.slack is None and cache.merge_prompts == "end" and unlimited:
+            yield (
                 f"cache.merge_prompts is end and limits.max_length is {UNLIMITED}: set cache.slack to the tokens of "
                 "the longest prompt"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _verified(self) -> Recipe:
-        drafted, chunk = self.speculate.tokens, self.export.prefill_chunk
         if self.speculate.draft is not None and drafted >= chunk:
-            raise ValueError(
+            yield (
                 f"speculate.tokens {drafted} and one more are verified in one call, which has at most "
                 f"export.prefill_chunk {chunk} tokens"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _chosen(self) -> Recipe:
-        if self.cache.periodic.slots is None:
-            return self
-        if self.speculate.draft is not None:
-            raise ValueError(
+        if cache.periodic.slots is not None and self.speculate.draft is not None:
+            yield (
                 f"speculate.draft is {self.speculate.draft}, which verifies with the full cache, but "
-                f"cache.periodic.slots is {self.cache.periodic.slots}, which decodes without it"
+                f"cache.periodic.slots is {cache.periodic.slots}, which decodes without it"
             )
-        if self.cache.positions == "cache":
-            raise ValueError(
+        if cache.periodic.slots is not None and cache.positions == "cache":
+            yield (
                 "cache.periodic.slots is set, which copies keys into a smaller cache, but with cache.positions: cache "
                 "they would have other places there"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _adapted(self) -> Recipe:
-        if self.adapters.count and self.cache.periodic.slots is not None:
-            raise ValueError(
+        if cache.periodic.slots is not None and self.adapters.count:
+            yield (
                 f"adapters.count is {self.adapters.count}, but cache.periodic.slots is set, which runs without adapters"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _bounded(self) -> Recipe:
-        if self.limits.max_length == MOST:
-            if not self.cache.build_method().compresses:
-                raise ValueError(f"limits.max_length is {UNLIMITED}, but {self.cache.method} keeps every token")
-            if isinstance(self.cache.budget, float):
-                raise ValueError(f"cache.budget is a share of limits.max_length, which is {UNLIMITED}: write slots")
-        return self
+        if unlimited and not compresses:
+            yield f"limits.max_length is {UNLIMITED}, but {cache.method} keeps every token"
+        if unlimited and isinstance(cache.budget, float):
+            yield f"cache.budget is a share of limits.max_length, which is {UNLIMITED}: write slots"
 
     @property
     def slack(self) -> int:

@@ -1,10 +1,13 @@
 """Loading of a recipe by its name or file, in four steps: parse, inherit, override, check.
 
-All problems of a recipe are reported at once.
+A model without a recipe file has a recipe of a checkpoint, a budget, and defaults for all other keys. All problems of a
+recipe are reported at once.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +18,10 @@ from kvexport.recipe.check import Key, check_recipe, place_of
 from kvexport.recipe.divergence import Divergence
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.inherit import inherit, label_of, locate, read_with_parents
-from kvexport.recipe.override import read_overrides
-from kvexport.recipe.parse import Findings, Tree
+from kvexport.recipe.parse import Findings, Tree, read_overrides
+
+BUDGET = 1024
+METHOD = "ballot"  # the lowest loss of the methods at equal bytes on most tasks; docs/measurements/quality.md
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,36 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecip
         )
     tree = inherit(read_with_parents(path, findings), read_overrides(overrides, findings))
     return checked(tree, label_of(path), path.stem, findings)
+
+
+def recipe_for(
+    model: str, budget: int = BUDGET, *, max_length: int | None = None, overrides: Sequence[str] = ()
+) -> LoadedRecipe:
+    """Return the recipe of a checkpoint that has no recipe file.
+
+    Every KV cache of the model gets the same budget of slots; `kvexport.models.calibrated_recipe` measures budgets.
+
+    Args:
+        model: A hub id, the path of a checkpoint's folder, or the path of a GGUF file.
+        budget: Slots of each KV head.
+        max_length: The largest number of tokens of one sequence; None takes the default of `limits.max_length`.
+        overrides: "dotted.key=value" strings, as for `--set`. They take precedence over the other arguments.
+
+    Raises:
+        UsageError: An argument is not allowed in a recipe. The message lists every problem.
+    """
+    settings = [f"model.path={json.dumps(model)}", f"cache.method={METHOD}", f"cache.budget={budget}"]
+    if max_length is not None:
+        settings.append(f"limits.max_length={max_length}")
+    findings = Findings()
+    tree = inherit(read_overrides(settings, findings), read_overrides(overrides, findings))
+    return checked(tree, f"the recipe of {model}", name_of(model), findings)
+
+
+def name_of(model: str) -> str:
+    """Return a short name for a model: the last component of its hub id or path, without ".gguf"."""
+    last = Path(model).resolve().name if Path(model).exists() else model.rpartition("/")[2]
+    return re.sub(r"[^\w.-]+", "-", last.removesuffix(".gguf")) or "model"
 
 
 def checked(tree: Tree, label: str, name: str, findings: Findings) -> LoadedRecipe:

@@ -1,8 +1,8 @@
 """A YAML reader for recipes that records where every value is written, and reports unreadable text with its lines.
 
-Values are those of `yaml.safe_load`: there are no tags of Python or other applications. In addition every key is text
-and appears once, numbers are finite and fit 64 bits, and the size of a text is bounded, so that neither aliases nor
-nesting can make reading expensive.
+Values are those of `yaml.safe_load` without merge keys, because a recipe has `extends`: there are no tags of Python or
+other applications. In addition every key is text and appears once, numbers are finite and fit 64 bits, and the size of
+a text is bounded, so that neither aliases nor nesting can make reading expensive.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -181,12 +181,8 @@ class Source:
         self, loader: yaml.SafeLoader, node: yaml.MappingNode, above_key: str, above: tuple[int, ...]
     ) -> dict[str, Entry]:
         entries: dict[str, Entry] = {}
-        merged: list[Tree] = []
         for key_node, value_node in node.value:
             place = self._place(key_node)
-            if key_node.tag == CORE + "merge":
-                merged += self._merged(loader, value_node, above_key, place, above)
-                continue
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag not in SCALARS:
                 self.findings.lose(f"a key is text, this is something else ({place})")
                 continue
@@ -199,20 +195,7 @@ class Source:
             entry = self._entry(loader, value_node, key, place, above)
             if entry is not None:
                 entries[name] = entry
-        for tree in merged:
-            entries = {**tree.entries, **entries}
         return entries
-
-    def _merged(
-        self, loader: yaml.SafeLoader, node: yaml.Node, key: str, place: str, above: tuple[int, ...]
-    ) -> Iterator[Tree]:
-        """Yield the mappings of a YAML merge key (<<); if several have the same key, the first mapping counts."""
-        for item in node.value if isinstance(node, yaml.SequenceNode) else [node]:
-            entry = self._entry(loader, item, key, place, above)
-            if isinstance(entry, Tree):
-                yield entry
-            elif entry is not None:
-                self.findings.lose(f"<<: merges mappings, this is something else ({place})")
 
     def _scalar(self, loader: yaml.SafeLoader, node: yaml.ScalarNode, key: str, origin: Origin) -> Leaf | None:
         try:
@@ -231,3 +214,21 @@ class Source:
                 return Leaf(value, origin)
         self.findings.lose(f"{shown_key(key or 'value')}: {node.value[:40]!r} {reason} ({origin.place})")
         return None
+
+
+def read_overrides(overrides: Sequence[str], findings: Findings) -> Tree:
+    """Return what the options `--set KEY=VALUE` of a command line set."""
+    layer = Tree({}, Origin("", "", Path.cwd()))
+    for text in overrides:
+        label = f"--set {text}" if text.isprintable() else f"--set {text!r}"
+        dotted, equals, value = text.partition("=")
+        key = tuple(name.strip() for name in dotted.split("."))
+        if not equals or not all(key) or len(key) > 8:
+            findings.lose(f"{label}: should be --set KEY=VALUE with a dotted key, such as --set cache.budget=512")
+        elif key[0] == "extends":
+            findings.problems.append(f"{label}: extends is written in a file, not set")
+        else:
+            entry = Source(label, Path.cwd(), False, findings).read(value)
+            if entry is not None:
+                layer = merge(layer, nest(key, entry))
+    return layer

@@ -30,7 +30,7 @@ from kvexport.backends.rows import Rows
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.plan.cache import CachePlan
 from kvexport.plan.planner import selected_plan
-from kvexport.recipe.periodic import PeriodicSection
+from kvexport.recipe.cache import PeriodicSection
 from kvexport.schema.state import SCALES, StateTensor
 from kvexport.units import format_bytes
 

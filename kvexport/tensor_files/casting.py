@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from kvexport.errors import UsageError
-from kvexport.tensor_files.entry import TensorEntry
+from kvexport.tensor_files.shards import TensorEntry
 
 Dtype = Literal["float32", "float16"]
 
@@ -103,10 +103,7 @@ def require_finite(entry: TensorEntry, block: bytes | memoryview, at: int) -> No
 
 
 def _cast(block: bytes, stored: str, dtype: Dtype) -> tuple[np.ndarray[Any, Any], int]:
-    """Return the finite values of a block of bytes cast to a dtype, and the number of values that became infinite.
-
-    All values pass through float32, as in PyTorch.
-    """
+    """Return a block's values cast through float32, as in PyTorch, and the number of values that became infinite."""
     values = np.frombuffer(block, STORED[stored])
     # Looked up where it can be: four times as fast as NumPy's own rounding to float16.
     lookup = stored == "BF16" and dtype == "float16"
@@ -118,8 +115,7 @@ def _cast(block: bytes, stored: str, dtype: Dtype) -> tuple[np.ndarray[Any, Any]
 
 
 def read_rows(entry: TensorEntry, rows: range) -> np.ndarray[Any, Any]:
-    with entry.file.open("rb") as stream:
-        block = read_at(entry, stream, rows)
+    block = read_at(entry, rows)
     require_finite(entry, block, rows.start * (entry.nbytes // entry.shape[0]))
     values, overflowed = _cast(block, entry.dtype, "float32")
     if overflowed:
@@ -130,13 +126,19 @@ def read_rows(entry: TensorEntry, rows: range) -> np.ndarray[Any, Any]:
     return values.reshape(len(rows), *entry.shape[1:])
 
 
-def read_at(entry: TensorEntry, stream: BinaryIO, rows: range) -> bytes:
+def read_at(entry: TensorEntry, rows: range) -> bytes:
     row = entry.nbytes // entry.shape[0]
-    stream.seek(entry.offset + rows.start * row)
-    block = stream.read(len(rows) * row)
+    with entry.file.open("rb") as stream:
+        stream.seek(entry.offset + rows.start * row)
+        block = stream.read(len(rows) * row)
     if len(block) < len(rows) * row:
         raise shrunk(entry, entry.file.stat().st_size)
     return block
+
+
+def byte_rows(entry: TensorEntry, rows: range) -> np.ndarray[Any, Any]:
+    """Return rows of a tensor as uint8 [rows, bytes of a row]."""
+    return np.frombuffer(read_at(entry, rows), np.uint8).reshape(len(rows), -1)
 
 
 def row_blocks(count: int, row_bytes: int, block_bytes: int = BLOCK_BYTES) -> Iterator[range]:

@@ -16,8 +16,7 @@ from typing import Any
 
 from kvexport.errors import UsageError
 from kvexport.files import file_digests, json_digest
-from kvexport.tensor_files.entry import TensorEntry
-from kvexport.tensor_files.shards import is_present, parse_object, read_file, read_shard, some_names
+from kvexport.tensor_files.shards import TensorEntry, is_present, parse_object, read_file, read_shard, some_names
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"

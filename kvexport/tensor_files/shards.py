@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from kvexport.errors import UsageError
-from kvexport.tensor_files.entry import TensorEntry
 
 HEADER_LIMIT = 100_000_000
 """Most bytes of a safetensors header, the limit of the safetensors library itself."""
@@ -28,6 +27,16 @@ INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _LARGEST_COUNT = 1 << 62
 _OWN: set[Path] = set()  # see `own_links`
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    name: str
+    file: Path  # real file, symlinks resolved
+    dtype: str  # safetensors name of the type ("BF16")
+    shape: tuple[int, ...]
+    offset: int  # bytes from the beginning of the file
+    nbytes: int  # bytes at that offset, row-major and little-endian
 
 
 @dataclass(frozen=True)
@@ -151,10 +160,7 @@ def _read_header(file: Path, header: bytes) -> tuple[dict[str, TensorEntry], int
 
 
 def _parse_info(file: Path, name: str, info: object) -> tuple[str, tuple[int, ...], int, int]:
-    """Return (dtype, shape, begin, end) of one tensor in a safetensors header.
-
-    `begin` and `end` are in bytes and count from the end of the header.
-    """
+    """Return (dtype, shape, begin, end) of a tensor in a header; begin and end are bytes from the end of the header."""
     where, again = f"tensor {name!r} in {file}", f"download {file.name} again"
     if not isinstance(info, dict):
         raise UsageError(
@@ -189,10 +195,7 @@ def _is_sizes(value: object) -> TypeGuard[list[int]]:
 
 @contextmanager
 def own_links(folder: Path) -> Iterator[None]:
-    """Allow symbolic links in the checkpoint `folder` that lead out of it, within this context.
-
-    kvexport itself writes such a checkpoint, for example as links to another checkpoint's files.
-    """
+    """Allow links out of the checkpoint `folder` within this context, for checkpoints that kvexport itself writes."""
     real = folder.resolve()
     _OWN.add(real)
     try:
@@ -265,9 +268,6 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def some_names(names: Iterable[str]) -> str:
-    """Return the first three of a list of names and the number of further names, as text for a message.
-
-    Names are escaped, because names from a downloaded file could contain control characters for a terminal.
-    """
+    """Return the first three names, escaped since they may come from a downloaded file, and how many more there are."""
     shown = [repr(name) for name in sorted(names)]
     return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "") or "nothing"

@@ -1,6 +1,6 @@
 // A node's attributes: their names, and functions that read those of one value into the structs of a call.
 // ../bindings/node/read.h defines the interface of Node.
-// Written by `python -m kvexport.schema.generate` from kvexport/schema: change that, not this.
+// Written by `python -m tools.schema` from kvexport/schema: change that, not this.
 // clang-format off
 #pragma once
 

@@ -1,7 +1,7 @@
 // The operators of docs/reference/contract.md as plain structs: one struct for a call of each operator,
 // with its attributes and the addresses of its tensors. The kernels of the CPU (../cpu/kvexport_cpu.h)
 // and of CUDA (../cuda/kvexport_cuda.h) share them.
-// Written by `python -m kvexport.schema.generate` from kvexport/schema: change that, not this.
+// Written by `python -m tools.schema` from kvexport/schema: change that, not this.
 // clang-format off
 #pragma once
 

@@ -1,5 +1,5 @@
 // Which combinations of merge policy fields the native kernels support (kvexport/schema/policy.py).
-// Written by `python -m kvexport.schema.generate` from kvexport/schema: change that, not this.
+// Written by `python -m tools.schema` from kvexport/schema: change that, not this.
 // clang-format off
 #pragma once
 

@@ -17,8 +17,7 @@ from kvexport.calibrate.default import with_measured_budgets
 from kvexport.calibrate.head_costs import HeadCosts
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.plan.budgets import allocate
-from kvexport.recipe.load import LoadedRecipe
-from kvexport.recipe.own import recipe_for
+from kvexport.recipe.load import LoadedRecipe, recipe_for
 from tests.support.paths import ROOT
 
 KINDS = {"prose": texts.FILES["prose"], "tables": texts.FILES["tables"]}

@@ -6,7 +6,7 @@ import pytest
 
 from kvexport.calibrate.guard import Divergence, divergence
 from kvexport.export.build import read_model
-from kvexport.recipe.own import recipe_for
+from kvexport.recipe.load import recipe_for
 from tests.support.paths import ROOT
 
 SMALL = ROOT / "tests" / "checkpoints" / "small"

@@ -16,7 +16,7 @@ from kvexport.calibrate.compressed import compressed_attention
 from kvexport.calibrate.head_costs import PROBES, FullAttention, HeadCosts, _fisher_directions, sized
 from kvexport.export.build import read_model
 from kvexport.export.hooks.attention import IMPLEMENTATION, PassThroughCache, attending
-from kvexport.export.model.shape import ModelShape
+from kvexport.export.model.tensors import ModelShape
 from kvexport.methods import all_methods
 from kvexport.plan.cache import LayerGeometry
 from kvexport.plan.planner import plan_cache

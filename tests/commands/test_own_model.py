@@ -14,7 +14,7 @@ import kvexport
 from kvexport import models
 from kvexport.artifact.reading import load_manifest
 from kvexport.errors import EnvironmentProblem, UsageError
-from kvexport.recipe.own import BUDGET, name_of, recipe_for
+from kvexport.recipe.load import BUDGET, name_of, recipe_for
 from tests.export.test_checkpoint_hub import Hub
 from tests.export.test_checkpoint_hub import hub as hub
 from tests.support.command_line import failure, ok

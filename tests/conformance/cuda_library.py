@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from kvexport.schema.layout import number, scalars, structs
 from kvexport.schema.operators import VOTE_ATTENTION
 from kvexport.schema.policy import POLICY
 from kvexport.schema.state import SCALES
@@ -25,6 +24,7 @@ from plugins.building import make
 from plugins.building.targets import TARGETS
 from tests.conformance.layout import OfHeads
 from tests.support.paths import ROOT
+from tools.schema import number, scalars, structs
 
 Arrays = dict[str, np.ndarray]
 HOST, DEVICE, PTX = (ROOT / TARGETS[name].output for name in ("cuda-host", "cuda", "cuda-ptx"))

@@ -134,7 +134,9 @@ def test_experts_with_ordered_columns_become_floats_with_a_note(tmp_path: Path) 
     down = experts["model.model.layers.0.mlp.experts.down_proj"]
     first = expected["model.layers.0.mlp.experts.0.down_proj.weight"]
     np.testing.assert_array_equal(next(down.source.blocks())["weight"], first)
-    (note,) = [note for note in weight_notes(shape.checkpoint, shape.model, recipe) if "experts" in note]
+    (note,) = [
+        note for note in weight_notes(shape.checkpoint, shape.model, recipe, [*experts.values()]) if "experts" in note
+    ]
     assert "cast to float32, because experts are not kept in the format uint4" in note and "order" in note
 
 

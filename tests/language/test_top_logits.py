@@ -21,7 +21,7 @@ from kvexport.backends.rows import MASS_ERROR, TopLogits
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.errors import KvexportError
-from kvexport.export.graph.top_logits import COUNT, top_logits_model
+from kvexport.export.graph.graphs import MOST_LOGITS, top_logits_model
 from kvexport.language.sampling import Sampler, may_settle
 from kvexport.language.settings import GenerationSettings
 from tests.language.test_sampling import cases, openai_settings, sampler_after
@@ -99,21 +99,21 @@ def test_the_largest_logits_are_nearly_always_enough(name: str) -> None:
         logits[random.integers(0, 32000, 20)] += np.linspace(
             5, 15, 20, dtype=np.float32
         )  # all others together have about 2 %
-        actual = narrow.next_of(top_of(logits, COUNT))
+        actual = narrow.next_of(top_of(logits, MOST_LOGITS))
         expected = row.next(logits)
         settled += actual is not None
         assert (narrow.next(logits) if actual is None else actual) == expected
     assert settled / 50 >= least
-    assert may_settle(generation, COUNT, 32000)
+    assert may_settle(generation, MOST_LOGITS, 32000)
 
 
 def test_settings_that_need_the_whole_row_are_known_in_advance() -> None:
-    assert not may_settle(GenerationSettings(do_sample=True, top_k=0), COUNT, 32000)
-    assert not may_settle(GenerationSettings(do_sample=True, top_k=COUNT), COUNT, 32000)
+    assert not may_settle(GenerationSettings(do_sample=True, top_k=0), MOST_LOGITS, 32000)
+    assert not may_settle(GenerationSettings(do_sample=True, top_k=MOST_LOGITS), MOST_LOGITS, 32000)
     for raising in ({"repetition_penalty": 0.9}, {"presence_penalty": -0.1}, {"logit_bias": {1: 0.1}}, {"logprobs": 0}):
-        assert not may_settle(GenerationSettings(**raising), COUNT, 32000)
+        assert not may_settle(GenerationSettings(**raising), MOST_LOGITS, 32000)
     lowering: dict[str, Any] = {"repetition_penalty": 1.1, "frequency_penalty": 2.0, "logit_bias": {1: -1.0}}
-    assert may_settle(GenerationSettings(**lowering), COUNT, 32000)
+    assert may_settle(GenerationSettings(**lowering), MOST_LOGITS, 32000)
     assert may_settle(GenerationSettings(do_sample=True, top_k=0), 64, 64)
 
 
@@ -138,7 +138,7 @@ def test_the_graph_returns_the_largest_logits(vocabulary: int) -> None:
     logits = np.random.default_rng(0).standard_normal((3, 1, vocabulary)).astype(np.float32) * 4
     logits[1, 0, 7] = logits[1, 0, 30] = 100.0  # equal
     values, ids, mass, token = finder(vocabulary).run(None, {"logits": logits})
-    n = min(COUNT, vocabulary)
+    n = min(MOST_LOGITS, vocabulary)
     assert ids.dtype == np.int32
     np.testing.assert_array_equal(token, logits.argmax(-1))
     assert ids.shape == values.shape == (3, 1, n)

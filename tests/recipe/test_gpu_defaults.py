@@ -10,7 +10,7 @@ from kvexport import models
 from kvexport.backends.onnxruntime import devices
 from kvexport.commands.build import Device, Stage, build_artifact
 from kvexport.errors import UsageError
-from kvexport.recipe.own import recipe_for
+from kvexport.recipe.load import recipe_for
 
 ON_CUDA = ("backend.device=cuda",)
 

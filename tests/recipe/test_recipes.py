@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -251,15 +250,6 @@ def test_model_path_is_relative_to_the_file_that_sets_it(recipe_dir: Path) -> No
     assert load_recipe("r", ["weights.merge_adapter=my"]).recipe.weights.merge_adapter == str(here / "my")
     assert load_recipe("a", ["model.path=local"]).recipe.model.path == str(here / "local")
     assert load_recipe("a", ["model.path=local/none"]).recipe.model.path == "local/none"
-
-
-def test_keys_that_were_removed_are_refused_with_what_to_do_instead(recipe_dir: Path) -> None:
-    write(recipe_dir, r="model: {path: m}\nweights: {bits: 4, method: awq}\nbackend: {tensor_parallel: 2}\n")
-    with pytest.raises(UsageError) as caught:
-        load_recipe("r")
-    text = str(caught.value)
-    assert re.search(r"unknown key weights.method \(.*\): remove it; the build rounds to nearest", text)
-    assert re.search(r"unknown key backend.tensor_parallel \(.*\): remove it; several GPUs serve replicas", text)
 
 
 def test_a_base_asks_for_its_model_and_takes_it() -> None:

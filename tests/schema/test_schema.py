@@ -9,35 +9,35 @@ from pathlib import Path
 
 import pytest
 
-from kvexport.schema import generate
-from kvexport.schema.layout import enumerations, structs
 from kvexport.schema.operators import MERGE_CACHE, VOTE_ATTENTION
 from kvexport.schema.policy import FIT, POLICY
 from kvexport.schema.state import STATE_NAMES, StateTensor
 from tests.support.paths import ROOT
+from tools import schema
+from tools.schema import enumerations, structs
 
 
 def test_generated_files_are_current(capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate.main(["--check"]) == 0, capsys.readouterr().err
+    assert schema.main(["--check"]) == 0, capsys.readouterr().err
 
 
 def test_a_stale_file_is_named_and_mended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in generate.FILES:
+    for name in schema.FILES:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text())
     header = tmp_path / "plugins/abi/kvexport.h"
     header.write_text(header.read_text().replace("float tau;", "double tau;"))
     document = tmp_path / "docs/reference/contract.md"
     document.write_text(document.read_text().replace("| `tau` |", "| `tao` |"))
-    assert generate.main(["--check"], tmp_path) == 1
+    assert schema.main(["--check"], tmp_path) == 1
     message = capsys.readouterr().err
     assert "plugins/abi/kvexport.h is not current" in message and "docs/reference/contract.md is not" in message
-    assert generate.main([], tmp_path) == 0
-    assert generate.main(["--check"], tmp_path) == 0
+    assert schema.main([], tmp_path) == 0
+    assert schema.main(["--check"], tmp_path) == 0
     assert header.read_text() == (ROOT / "plugins/abi/kvexport.h").read_text()
     document.write_text(document.read_text().replace("<!-- schema: MergePolicy -->", ""))
     with pytest.raises(ValueError, match="0 tables marked `<!-- schema: MergePolicy -->`"):
-        generate.main(["--check"], tmp_path)
+        schema.main(["--check"], tmp_path)
 
 
 def test_a_compiler_lays_the_structs_out_as_the_tests_mirror_them(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_state_tensor_of_unknown_dimensions_is_refused(dims: tuple[str, ...]) 
 
 def test_the_schema_imports_nothing_heavy() -> None:
     code = (
-        "import sys, kvexport.schema.generate; sys.exit(any(m in sys.modules for m in ('torch', 'onnx', 'pydantic')))"
+        "import sys, kvexport.schema.operators; sys.exit(any(m in sys.modules for m in ('torch', 'onnx', 'pydantic')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 from kvexport.artifact.digests import write_manifest
 from kvexport.artifact.reading import load_manifest
-from kvexport.export.graph import top_logits
+from kvexport.export.graph import graphs
 
 
 def with_top_logits(artifact: Path, out: Path, count: int, *, engines: bool = False) -> Path:
@@ -17,8 +17,8 @@ def with_top_logits(artifact: Path, out: Path, count: int, *, engines: bool = Fa
     manifest = load_manifest(out)
     content = manifest.to_json()
     if count:
-        with mock.patch.object(top_logits, "COUNT", count):
-            model = top_logits.top_logits_model(manifest.model.vocabulary)
+        with mock.patch.object(graphs, "MOST_LOGITS", count):
+            model = graphs.top_logits_model(manifest.model.vocabulary)
         (out / "top_logits.onnx").write_bytes(model.SerializeToString())
         content["top_logits"] = count
     else:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
+from kvexport.export.passes.forms import experts_form_of
 from kvexport.export.passes.nodes import is_op
 from kvexport.export.passes.packed import TYPES
 from kvexport.export.weights.computed import component_name
@@ -42,10 +43,6 @@ def finish_experts(
         graph.remove(node, safe=True)
         forms.add(form)
     return sorted(forms, key=lambda form: form.overload)
-
-
-def experts_form_of(node: ir.Node) -> ExpertsForm:
-    return ExpertsForm(**{name: node.attributes[name].value for name in vars(ExpertsForm()) if name in node.attributes})
 
 
 def is_experts_weight(graph: ir.Graph, name: str) -> bool:

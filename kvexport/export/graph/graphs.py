@@ -1,4 +1,4 @@
-"""The ONNX graphs decoder.onnx, merge.onnx and vision.onnx of an artifact, made from traces and the cache plan."""
+"""The ONNX graphs of an artifact: from traces, the cache plan, and the size of the vocabulary."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
-from onnx import helper
+from onnx import TensorProto, helper, numpy_helper
 
 from kvexport.export.graph.experts import finish_experts, is_experts_weight
 from kvexport.export.graph.names import name_nodes
 from kvexport.export.graph.tracer import layer_attributes
 from kvexport.export.passes import ENCODER_PASSES
+from kvexport.export.passes.forms import linear_functions, take_floats
 from kvexport.export.passes.library import inlined, put_products
-from kvexport.export.passes.linear.forms import linear_functions, take_floats
 from kvexport.export.passes.packed import put_packed
 from kvexport.export.passes.report import Pass, run_passes
 from kvexport.export.weights.write import Location
@@ -37,16 +38,16 @@ from kvexport.plan.cache import CachePlan, LayerCache, LayerGeometry
 from kvexport.schema.operators import MERGE_CACHE, VOTE_ATTENTION
 
 IR_VERSION = 11
+# How many of the largest logits are found, unless the vocabulary is smaller. ONNX Runtime's TopK on CUDA divides a row
+# among thread blocks only for at most 256 sorted results along the last dimension (docs/concepts/cuda-kernels.md).
+MOST_LOGITS = 256
 PLUGIN = {"plugin_version": "1", "plugin_namespace": DOMAIN}
 
 
 def attention_functions(
     plan: CachePlan, method: Method, geometry: list[LayerGeometry], dtype: str
 ) -> list[list[onnx.FunctionProto]]:
-    """Return, for each layer, the ONNX functions that define VoteAttention, kvexport's attention operator.
-
-    The first function in a layer's list is VoteAttention itself; it calls the others.
-    """
+    """Return, for each layer, the ONNX functions of its VoteAttention, that function itself first."""
     return [
         vote_attention_functions(
             layer_attributes(method, layer, cache.value_prefix),
@@ -75,11 +76,7 @@ def finish_decoder(
     float_input: bool,
     library: bool,
 ) -> onnx.ModelProto:
-    """Turn a traced decoder into the ONNX graph decoder.onnx of an artifact.
-
-    Weights become external data, matrix products become Linear nodes, and the ONNX functions of kvexport's operators
-    are added to the graph.
-    """
+    """Turn a traced decoder into the ONNX graph decoder.onnx of an artifact."""
     expert_forms = finish_experts(model.graph, packings, float_input=float_input)
     matrices = {name: x for name, x in packings.items() if not is_experts_weight(model.graph, name)}
     renamed = put_packed(model, matrices, lambda a, b: locations[a] == locations[b], library=library)
@@ -117,10 +114,7 @@ def finish_encoder(model: ir.Model, locations: Mapping[str, Location], folder: P
 
 
 def _put_weights(graph: ir.Graph, locations: Mapping[str, Location], renamed: Mapping[str, str], folder: Path) -> None:
-    """Let each ONNX initializer without data refer to its bytes in a weight file (external data).
-
-    `locations` has the file and offset of every weight. `renamed` gives the weight's name there if it differs.
-    """
+    """Let initializers without data refer to their bytes in weight files, by their names in `renamed` if others."""
     for name, value in graph.initializers.items():
         if value.const_value is None:
             location = locations[renamed.get(name, name)]
@@ -154,11 +148,7 @@ def open_slots(decoder: onnx.ModelProto, plan: CachePlan) -> None:
 
 
 def merge_model(plan: CachePlan, method: Method) -> onnx.ModelProto | None:
-    """Return merge.onnx, the graph that evicts and merges KV-cache entries until each KV head is within its budget.
-
-    The inputs and outputs are the cache state of every layer that can exceed its budget of slots. The result is None if
-    no layer can.
-    """
+    """Return merge.onnx, which merges each KV head's cache down to its budget; None if no layer can exceed it."""
     nodes, inputs, outputs = [], [], []
     functions: dict[tuple[str, str], onnx.FunctionProto] = {}
     for i, layer in enumerate(plan.caches):
@@ -182,6 +172,45 @@ def merge_model(plan: CachePlan, method: Method) -> onnx.ModelProto | None:
         return None
     graph = helper.make_graph(nodes, "merge", inputs, outputs)
     return _finish(helper.make_model(graph, producer_name="kvexport"), list(functions.values()))
+
+
+def top_logits_model(vocabulary: int) -> onnx.ModelProto:
+    """Return top_logits.onnx, which finds the largest logits of every row on the device that computed the logits.
+
+    The input is logits [B, 1, vocabulary] float32. With n the smaller of MOST_LOGITS and `vocabulary`, the outputs are:
+    values [B, 1, n] float32, the n largest logits, descending; ids [B, 1, n] int32, their token ids; mass [B, 1, 1]
+    float32, the sum over the row of exp(logit - largest logit); token [B, 1] int64, the lowest id of the largest logit,
+    which may be the decoder's next input. If a row has NaN, `token` is the last id of the vocabulary.
+    """
+    n = min(MOST_LOGITS, vocabulary)
+    nodes = [
+        helper.make_node("TopK", ["logits", "n"], ["values", "places"], name="top", axis=-1, largest=1, sorted=1),
+        helper.make_node("Cast", ["places"], ["ids"], name="ids", to=TensorProto.INT32),
+        helper.make_node("ReduceMax", ["logits", "last"], ["largest"], name="largest", keepdims=1),
+        helper.make_node("Sub", ["logits", "largest"], ["below"], name="below"),
+        helper.make_node("Exp", ["below"], ["weights"], name="weights"),
+        helper.make_node("ReduceSum", ["weights", "last"], ["mass"], name="mass", keepdims=1),
+        # Some devices' TopK order equal logits in any way, but greedy decoding takes the lowest id.
+        helper.make_node("Equal", ["values", "largest"], ["equal"], name="equal"),
+        helper.make_node("Where", ["equal", "places", "end"], ["candidates"], name="candidates"),
+        helper.make_node("ReduceMin", ["candidates", "last"], ["token"], name="token", keepdims=0),
+    ]
+    constants = {"n": [n], "last": [-1], "end": [vocabulary - 1]}
+    graph = helper.make_graph(
+        nodes,
+        "top_logits",
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 1, vocabulary])],
+        [
+            helper.make_tensor_value_info("values", TensorProto.FLOAT, ["batch", 1, n]),
+            helper.make_tensor_value_info("ids", TensorProto.INT32, ["batch", 1, n]),
+            helper.make_tensor_value_info("mass", TensorProto.FLOAT, ["batch", 1, 1]),
+            helper.make_tensor_value_info("token", TensorProto.INT64, ["batch", 1]),
+        ],
+        [numpy_helper.from_array(np.array(value, np.int64), name) for name, value in constants.items()],
+    )
+    return helper.make_model(
+        graph, producer_name="kvexport", ir_version=IR_VERSION, opset_imports=[helper.make_opsetid("", OPSET)]
+    )
 
 
 def merge_attributes(layer: LayerCache, method: Method) -> tuple[MergeCacheAttributes, ...]:

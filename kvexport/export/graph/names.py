@@ -13,7 +13,7 @@ from collections.abc import Callable, Container
 
 import onnx_ir as ir
 
-from kvexport.export.passes.linear.forms import form_of, is_linear
+from kvexport.export.passes.forms import form_of, is_linear
 from kvexport.ops.names import name_constants, unique_names
 
 # The tracer names the weight of a module model.MODULE.weight. A packed weight consists of several tensors, whose names

@@ -62,10 +62,7 @@ def replicate_layers(model: ir.Model, layers: Layers, plan: CachePlan) -> bool:
 
 
 def _find_layers(graph: ir.Graph, prefix: str, plan: CachePlan) -> dict[int, _Layer]:
-    """Return the traced decoder layers by number, found between the nodes that mark their borders.
-
-    The result is empty if the layers are not connected by a single hidden state.
-    """
+    """Return the traced layers between border nodes by number; none if no single hidden state connects them."""
     borders = {
         tuple(node.attributes[a].as_int() for a in ("layer", "end")): node for node in graph if node.op_type == BORDER
     }
@@ -106,10 +103,7 @@ def _renamed(name: str, i: int, j: int, prefix: str) -> str | None:
 
 
 def _do_the_same(first: _Layer, other: _Layer, prefix: str) -> bool:
-    """Return whether two traced layers compute the same function of hidden state, parameters and cache state.
-
-    The comparison goes back from the outputs of the layers to their inputs.
-    """
+    """Return whether two traced layers compute the same function of hidden state, parameters and cache state."""
     if first is other:
         return True
     pending = [(first.exit.inputs[0], other.exit.inputs[0])]
@@ -163,10 +157,7 @@ def _bytes(tensor: ir.TensorProtocol) -> tuple[Any, ...]:
 def _copy(
     graph: ir.Graph, layer: _Layer, j: int, hidden: ir.Value | None, prefix: str, plan: CachePlan
 ) -> ir.Value | None:
-    """Add a copy of a traced layer to the ONNX graph as layer j with input `hidden`; return its output hidden state.
-
-    The parameters of the copy have no data.
-    """
+    """Add a copy of a traced layer to the ONNX graph as layer j with input `hidden`; return its output hidden state."""
     shapes, copies = plan.caches[j].shapes(1), {layer.entry.outputs[0]: hidden}
 
     def copied(value: ir.Value) -> ir.Value:
@@ -205,10 +196,7 @@ def _copy(
 
 
 def _state_order(value: ir.Value, plan: CachePlan) -> tuple[int, int]:
-    """Return the sort key of a graph's input or output: other values first, then cache state by layer.
-
-    Within a layer the state tensors have the order of the contract (docs/reference/contract.md).
-    """
+    """Return the sort key of a graph's input or output: other values first, then cache state by layer."""
     match = re.fullmatch(r"(?:past_key_values|present)\.(\d+)\.(\w+)", str(value.name))
     if not match:
         return (-1, 0)

@@ -66,10 +66,7 @@ torch.library.register_fake("kvexport::layer_border", lambda hidden, *, layer, e
 
 
 def _attention_placeholder(operator: Operator) -> Any:
-    """Return a PyTorch operator that stands for VoteAttention in a trace.
-
-    Its arguments are the inputs of `operator` in their order, and the number of the layer.
-    """
+    """Return a PyTorch operator that stands for VoteAttention in a trace."""
     inputs = tuple((x.name, x.optional) for x in operator.inputs)
     return _placeholder(inputs, tuple(x.name for x in operator.outputs))
 

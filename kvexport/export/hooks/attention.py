@@ -26,15 +26,11 @@ IMPLEMENTATION = "kvexport"
 
 class Attending(Protocol):
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        """Return the attention output [B, Hq, T, Dv] of one layer: batch, query heads, tokens, size of a value.
+        """Return the attention output [B, Hq, T, Dv] of one layer.
 
-        Args:
-            module: The attention module of the layer.
-            query: The queries [B, Hq, T, D].
-            key: The new tokens' keys [B, H, T, D], with H KV heads.
-            value: The new tokens' values [B, H, T, Dv].
-            options: The other arguments from transformers, such as the scale; `layer`, the number of the layer; and
-                `reads`, the number of another layer whose keys and values are read, or None.
+        query is [B, Hq, T, D], and the new tokens' key and value are [B, H, T, D] and [B, H, T, Dv] with H KV heads.
+        `options` has the other arguments from transformers, such as the scale; `layer`, the number of the layer; and
+        `reads`, the number of another layer whose keys and values are read, or None.
         """
         ...
 
@@ -68,10 +64,7 @@ def cache_name(model: Any) -> str:
 
 
 class PassThroughCache(Cache):
-    """A cache object for transformers that returns only the new keys and values.
-
-    The keys and values of earlier tokens are inputs of the ONNX graph instead.
-    """
+    """A cache that returns only new keys and values: those of earlier tokens are inputs of the ONNX graph instead."""
 
     def __init__(self, model_type: str = "the model") -> None:
         super().__init__(layers=[])

@@ -23,15 +23,7 @@ def is_latent(module: nn.Module) -> bool:
 
 
 def absorbed_query(module: Any, query: Tensor) -> Tensor:
-    """Return the query that has the same logits over latent keys as `query` over expanded keys.
-
-    Args:
-        module: The attention module.
-        query: [B, Hq, T, n + p]: n numbers that are multiplied with the expanded key, then p rotated numbers.
-
-    Returns:
-        [B, Hq, T, r + p]: r numbers that are multiplied with the latent vector, then the p rotated numbers.
-    """
+    """Return the query [B, Hq, T, r + p] over latent keys that has the logits of `query` [B, Hq, T, n + p]."""
     plain, rotated = torch.split(query, [module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
     return torch.cat([plain @ _matrices(module)[:, : module.qk_nope_head_dim], rotated], -1)
 
@@ -62,11 +54,7 @@ def check_expansions(model: Any) -> None:
 
 
 def _matrices(module: Any) -> Tensor:
-    """Return the weight `kv_b_proj`, which expands latent vectors to keys and values, head by head: [Hq, n + v, r].
-
-    Hq is the number of heads, n the size of a key without its rotated part, v that of a value, r that of a latent
-    vector.
-    """
+    """Return `kv_b_proj` by head [Hq, n + v, r]: it expands r latent numbers to a key of n and a value of v."""
     weight: Tensor = module.kv_b_proj.weight
     return weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, weight.shape[1])
 

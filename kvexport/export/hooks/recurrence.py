@@ -76,10 +76,7 @@ class RecurrentCache(PassThroughCache):
         conv_kernel_size: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Return a convolution's inputs [B, channels, K - 1 + T]: the last K - 1 tokens', then the T new tokens'.
-
-        K is the size of the convolution's kernel.
-        """
+        """Return a convolution's inputs [B, channels, K - 1 + T]: the last K - 1 tokens', then the new ones'."""
         if conv_kernel_size is None:
             raise UsageError(
                 f"layer {layer_idx} of {self.model_type} keeps a convolution state without naming the size of its "
@@ -112,10 +109,7 @@ class RecurrentCache(PassThroughCache):
         return torch.arange(tokens, device=self.query_length.device) < self.query_length
 
     def past_state(self, batch: int, heads: int, key_size: int, value_size: int) -> Tensor:
-        """Return the state [B, heads, dk, dv] of the running linear attention before the call; zeros in a probe.
-
-        dk and dv are the sizes of a key and of a value.
-        """
+        """Return the state [B, heads, dk, dv] of the running linear attention before the call; zeros in a probe."""
         past = self.past.get(self._place)
         return torch.zeros(batch, heads, key_size, value_size) if past is None else past
 
@@ -182,19 +176,8 @@ def _delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Compute the gated delta rule (Qwen3-Next, Qwen3.5), or Kimi's delta attention, whose decay differs by channel.
 
-    Args:
-        cache: The cache with the states.
-        own: The function of the model's Python module that this function replaces.
-        query: Queries [B, T, Hk, dk] of Hk key heads.
-        key: Keys [B, T, Hk, dk].
-        value: Values [B, T, H, dv]; H is a multiple of Hk.
-        g: The logarithm of the decay, [B, T, H] or [B, T, H, dk].
-        beta: The factors [B, T, H] of the updates.
-        use_qk_l2norm_in_kernel: Whether queries and keys are normalized.
-        **options: The other arguments of the replaced function.
-
-    Returns:
-        The outputs [B, T, H, dv], and the state [B, H, dk, dv].
+    query and key are [B, T, Hk, dk] of Hk key heads, value is [B, T, H, dv] with H a multiple of Hk, beta [B, T, H], g
+    (the logarithm of the decay) [B, T, H] or [B, T, H, dk]. The outputs are [B, T, H, dv], the state [B, H, dk, dv].
     """
     batch, tokens, heads, value_size = value.shape
     key_size = key.shape[3]
@@ -232,26 +215,9 @@ def _mamba2(
 ) -> tuple[Tensor, Tensor]:
     """Compute a scan of Mamba-2 as a gated linear attention.
 
-    The query is C, the key is B, the value is dt x, and the logarithm of the decay is dt A.
-
-    Args:
-        cache: The cache with the states.
-        own: The function of the model's Python module that this function replaces.
-        hidden_states: x, [B, T, H, dv].
-        dt: The step sizes [B, T, H].
-        A: [H], below 0.
-        B: [B, T, groups, dk]; H is a multiple of the groups.
-        C: [B, T, groups, dk].
-        chunk_size: Tokens that the replaced function computes at once.
-        D: [H], the factor of x that is added to the output.
-        dt_bias: [H], added to dt.
-        dt_softplus: Whether dt is the softplus of the layer's argument.
-        dt_limit: The bounds of dt.
-        z: A gate; it must be None.
-        **options: The other arguments of the replaced function.
-
-    Returns:
-        The outputs [B, T, H, dv], and the state [B, H, dk, dv].
+    The query is C, the key is B, the value is dt x, and the logarithm of the decay is dt A; D x is added to the output.
+    x is [B, T, H, dv], dt [B, T, H], A (below 0) and D [H], B and C [B, T, groups, dk] with H a multiple of the groups.
+    The outputs are [B, T, H, dv], the state [B, H, dk, dv].
     """
     if z is not None:
         raise UsageError(f"{cache.model_type} gates its scan of Mamba-2 within the scan; it cannot be exported")
@@ -285,17 +251,7 @@ def _placeholder(
     update_rule: str,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Call the placeholder of a LinearAttention node; `kvexport.ops.linear_attention` defines the operator.
-
-    Args:
-        cache: The cache with the states.
-        rows: Queries and keys [B, T, key heads, dk], and values [B, T, heads, dv].
-        past: The state before the call.
-        decay: The logarithm of the decay, [B, T, heads] or [B, T, heads, dk].
-        beta: The factors [B, T, heads] of the updates, or None.
-        update_rule: The update rule, gated or gated_delta.
-        scale: The factor of the outputs.
-    """
+    """Call the placeholder of a LinearAttention node; `kvexport.ops.linear_attention` defines the operator."""
     key, value = rows[1:]
     length = cache.query_length
     if length is None:  # in a probe

@@ -19,9 +19,8 @@ from kvexport.errors import UsageError
 from kvexport.export.model.tensors import Checkpoint, Source
 from kvexport.files import json_digest
 from kvexport.tensor_files.casting import load_tensor, read_rows, row_blocks
-from kvexport.tensor_files.entry import TensorEntry
 from kvexport.tensor_files.peft import CONFIG, WEIGHTS, AdapterFiles, matching_name, read_adapter
-from kvexport.tensor_files.shards import refuse_link, some_names
+from kvexport.tensor_files.shards import TensorEntry, refuse_link, some_names
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,6 @@ class Adapted:
             yield from (read_rows(self.base, block) for block in row_blocks(rows, 4 * columns))
         else:
             yield from (block["weight"] for block in self.base.blocks())
-
-    def order(self) -> NDArray[np.int64]:
-        raise NotImplementedError
 
 
 def merge_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:

@@ -23,9 +23,9 @@ from kvexport.export.model.gguf_model import cached_texts, tensors_of
 from kvexport.export.model.hub import download
 from kvexport.export.model.quantized.methods import quantization_of, read_quantized
 from kvexport.export.model.tensors import Checkpoint
-from kvexport.tensor_files.entry import TensorEntry
 from kvexport.tensor_files.shards import (
     INDEX,
+    TensorEntry,
     is_present,
     list_shards,
     parse_object,
@@ -86,10 +86,7 @@ def is_gguf(path: str) -> bool:
 
 
 def read_checkpoint(path: Path, *, weights: bool = True) -> Checkpoint:
-    """Read the headers of a checkpoint, and check that they fit each other and their files.
-
-    Without `weights`, only config.json and the tokenizer's files of a folder are read.
-    """
+    """Check a checkpoint's headers; without `weights`, read only config.json and the tokenizer's files of a folder."""
     if path.suffix == GGUF and path.is_file():
         return _from_gguf(path)
     if not path.is_dir():

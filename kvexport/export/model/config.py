@@ -92,11 +92,7 @@ def _check_sizes(raw: Mapping[str, Any]) -> None:
 
 
 def blame(raw: Mapping[str, Any], works: Callable[[dict[str, Any]], object]) -> str:
-    """Return a hint for an error message: the field of config.json that makes the call `works` fail.
-
-    This is the first field without which the call succeeds. The hint is text in parentheses; it is empty if no single
-    field is the cause.
-    """
+    """Return, as a hint in parentheses, the first field of config.json without which `works` succeeds; or no text."""
     for name, rest in _without_one(raw):
         try:
             works(rest)

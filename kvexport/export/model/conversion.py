@@ -3,12 +3,16 @@
 transformers' conversion rules list the tensors of a parameter and the operations on them (stacked experts, concatenated
 gate and up rows, chunks of a fused projection). kvexport runs the same operations when it writes the weight. Operations
 that treat all experts alike run one expert at a time, so that only one expert is in memory.
+
+If a checkpoint has a packed matrix for each expert, the weight of all experts of a layer stays packed where possible:
+its rows are those of the matrices, one matrix after another, so that a build copies numbers and scales.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -31,14 +35,15 @@ from transformers.core_model_loading import (
 )
 
 from kvexport.errors import UsageError
-from kvexport.export.hooks.experts import Layout, expert_layouts
-from kvexport.export.model.packed_experts import kept_packed, require_experts
+from kvexport.export.hooks.experts import Layout, expert_layouts, expert_modules
 from kvexport.export.model.tensors import Array, PackedExperts, Source, dense_values
 from kvexport.tensor_files.casting import read_rows
-from kvexport.tensor_files.entry import TensorEntry
+from kvexport.tensor_files.shards import TensorEntry
 
 Stored = TensorEntry | Source
 PLAIN = Layout(transposed=False, interleaved=False)
+_SHOWN = 3  # the most names of missing tensors in an error message
+_ROUTER = re.compile(r"\.(gate|router)\.")
 
 
 @dataclass(frozen=True)
@@ -72,9 +77,6 @@ class Assembled:
             if self.layout != PLAIN:
                 value = self.layout.to_artifact(value)
             yield {"weight": value.contiguous().reshape(-1, self.shape[1]).numpy()}
-
-    def order(self) -> Any:
-        raise NotImplementedError
 
     def _read(self, tensors: tuple[Stored, ...], expert: int | None) -> list[Tensor]:
         if expert is not None and not self.stacked:
@@ -169,10 +171,7 @@ def _run(rule: Any, named: Mapping[str, list[Tensor]], context: Any) -> dict[str
 
 
 def _by_expert(rule: Any, named: Any, shape: tuple[int, ...]) -> tuple[int, bool]:
-    """Return (number of experts to compute one by one, whether each tensor stacks all experts).
-
-    The number is 0 if operations of the conversion rule mix experts.
-    """
+    """Return (experts to compute one by one, 0 if operations mix them; whether each tensor stacks all experts)."""
     first, *rest = rule.operations
     merges = isinstance(first, MergeModulelist) and first.dim == 0
     alone = (Concatenate, Chunk, Interleave, Transpose)
@@ -190,10 +189,89 @@ def _by_expert(rule: Any, named: Any, shape: tuple[int, ...]) -> tuple[int, bool
 
 
 def _of_one_expert(context: Any, parameters: Mapping[str, Any]) -> Any:
-    """Return a conversion rule's context, with a model in which expert parameters have the shape of one expert.
-
-    The operations of the rule compare shapes of tensors with those of the model's parameters.
-    """
+    """Return a rule's context with a model of one expert, since operations compare shapes with its parameters."""
     shapes = {name: (1, *p.shape[1:]) for name, p in parameters.items() if p.ndim == 3}
     model = SimpleNamespace(get_parameter=lambda name: SimpleNamespace(shape=torch.Size(shapes[name])))
     return SimpleNamespace(**{**vars(context), "model": model})
+
+
+def kept_packed(
+    name: str, rule: Any, named: Mapping[str, Sequence[Any]], shape: tuple[int, ...], layout: Layout
+) -> PackedExperts | None:
+    """Return the weight of a layer's experts as one packed weight; None if it cannot be made of the packed matrices.
+
+    This is possible if transformers' conversion rule only stacks and concatenates matrices, if all of them have one
+    packed format, and if the weight keeps their layout.
+    """
+    operations = [(type(operation), operation.dim) for operation in rule.operations if hasattr(operation, "dim")]
+    joins = operations in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+    if len(shape) != 3 or not joins or len(operations) != len(rule.operations):
+        return None
+    parts = [named[pattern] for pattern in rule.source_patterns if pattern in named]
+    matrices = tuple(matrix for of_expert in zip(*parts, strict=True) for matrix in of_expert)
+    formats = {getattr(matrix, "packing", None) for matrix in matrices}
+    packing = next(iter(formats), None)
+    if len(formats) != 1 or packing is None or packing.ordered or layout.transposed or layout.interleaved:
+        return None
+    return PackedExperts(name, shape, matrices)
+
+
+def why_floats(matrices: Sequence[Any]) -> str:
+    """Return why packed matrices of experts become floats in an artifact; "" if no matrix is packed."""
+    formats = sorted({matrix.packing.label for matrix in matrices if getattr(matrix, "packing", None) is not None})
+    if not formats:
+        return ""
+    if len(formats) > 1:
+        return f"the experts of a layer are packed in several formats ({', '.join(formats)})"
+    return f"experts are not kept in the format {formats[0]}"
+
+
+def require_experts(named: Mapping[str, Sequence[str]], experts: int, parameter: str) -> None:
+    numbered: dict[str, dict[int, str]] = {}
+    for pattern, names in named.items():
+        if "*" not in pattern:
+            return
+        wildcard = re.compile(re.escape(pattern.lstrip("^")).replace(r"\*", r"(\d+)"))
+        matches = [(match, name) for name in names if (match := wildcard.search(name)) is not None]
+        if names and not matches:  # names of the checkpoint that transformers changes before it applies the rule
+            return
+        numbered[pattern] = {int(match[1]): name for match, name in matches}
+    example = next((names for numbers in numbered.values() for names in numbers.values()), parameter)
+    count = max((number for numbers in numbered.values() for number in numbers), default=-1) + 1
+    if count > experts:
+        raise UsageError(
+            f"the checkpoint has {count} experts of '{parameter}', config.json says {experts}",
+            "use the config.json that belongs to these weights",
+        )
+    missing = [
+        re.sub(r"(?<=experts\.)\d+", str(number), next(iter(numbers.values()), example))
+        for numbers in numbered.values() for number in range(experts) if number not in numbers
+    ]  # fmt: skip
+    if missing:
+        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        raise UsageError(
+            f"the checkpoint has no {', '.join(repr(name) for name in missing[:_SHOWN])}{more}: config.json says that "
+            f"'{parameter}' has {experts} experts",
+            "download the checkpoint again, or use the config.json that belongs to these weights",
+        )
+
+
+def refuse_other_router(model: Any, tensors: Iterable[str]) -> None:
+    """Raise UsageError if routers in the checkpoint have tensors that the model's routers lack, such as a bias."""
+    parents = {prefix.rpartition(".")[0]: module for prefix, module in expert_modules(model)}
+    rules = get_model_conversion_mapping(model) if parents else []
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    parameters: Any = dict(model.named_parameters(remove_duplicate=False))
+    for tensor in tensors if parents else ():
+        if not _ROUTER.search(tensor):
+            continue
+        name, _ = rename_source_key(tensor, renamings, converters, str(model.base_model_prefix), parameters)
+        block, router, _ = _ROUTER.split(name, maxsplit=1) if _ROUTER.search(name) else ("", "", "")
+        if block in parents and name not in parameters:
+            kind = type(model.get_submodule(block)).__name__
+            raise UsageError(
+                f"the checkpoint has a tensor {tensor!r}, which the router '{block}.{router}' of {kind} does not have: "
+                f"the weights belong to a router of another type than config.json's model_type",
+                "use the config.json that belongs to these weights",
+            )

@@ -28,7 +28,7 @@ from kvexport.errors import UsageError
 from kvexport.export.model.ggml_blocks import LAYOUTS, Layout
 from kvexport.ops.packed import PackedFormat
 from kvexport.tensor_files.casting import BLOCK_BYTES, read_at, read_rows, row_blocks
-from kvexport.tensor_files.entry import TensorEntry
+from kvexport.tensor_files.shards import TensorEntry
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -173,10 +173,7 @@ class _Cursor:
         return values
 
     def count(self, promised: int, least: int) -> int:
-        """Return `promised`, a number of entries in a GGUF header, after a check against the size of the file.
-
-        Each entry takes at least `least` bytes, and all entries must fit into the rest of the file.
-        """
+        """Return `promised` entries of `least` bytes or more, after a check that the rest of the file can hold them."""
         if promised * least > self.size - self.at:
             raise self.damaged(f"ends early: at byte {self.at} of {self.size} it promises {promised} more entries")
         self.entries += promised
@@ -246,8 +243,7 @@ class GgufWeight:
             if layout is None:
                 yield {"weight": arranged(read_rows(self.entry, rows))}
                 continue
-            with self.entry.file.open("rb") as stream:
-                stored = np.frombuffer(read_at(self.entry, stream, rows), layout.block)
+            stored = np.frombuffer(read_at(self.entry, rows), layout.block)
             components = layout.components(arranged(stored.reshape(len(rows), -1)).reshape(-1))
             yield {
                 name: component if name == "weight" else component.reshape(len(rows), -1)
@@ -260,6 +256,3 @@ class GgufWeight:
         return lambda rows: np.ascontiguousarray(rows.reshape(heads, head // 2, 2, -1).swapaxes(1, 2)).reshape(
             rows.shape
         )
-
-    def order(self) -> NDArray[np.int64]:
-        raise NotImplementedError

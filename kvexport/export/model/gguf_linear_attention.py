@@ -26,7 +26,7 @@ from kvexport.export.model.gguf import GgufWeight
 from kvexport.export.model.tensors import Array, Dense, Source
 from kvexport.ops.packed import PackedFormat
 from kvexport.tensor_files.casting import load_tensor
-from kvexport.tensor_files.entry import TensorEntry
+from kvexport.tensor_files.shards import TensorEntry
 
 Indices = NDArray[np.int64]
 Entries = Mapping[str, TensorEntry]
@@ -99,9 +99,6 @@ class Rearranged:
             whole = whole.reshape(outputs, len(self.columns), -1)[:, list(self.columns)]
         return np.ascontiguousarray(whole.reshape(outputs, width))
 
-    def order(self) -> Indices:
-        raise NotImplementedError
-
 
 @dataclass(frozen=True)
 class Ordered:
@@ -129,9 +126,6 @@ class Ordered:
                 )
             values = np.log(-values)
         yield {"weight": values.reshape(self.shape)}
-
-    def order(self) -> Indices:
-        raise NotImplementedError
 
 
 def linear_attention_of(prefix: str, kind: str, heads: LinearHeads, entries: Entries) -> dict[str, Source]:

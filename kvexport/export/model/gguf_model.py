@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,20 @@ from kvexport.export.model.gguf import FLOATS, Gguf, GgufWeight
 from kvexport.export.model.gguf_architectures import (
     ARCHITECTURES,
     BARE,
+    DOWN_EXPERTS,
     EXPERTS,
+    GATE_EXPERTS,
     ONE_ROW,
     SQUEEZED,
+    UP_EXPERTS,
     Architecture,
     shortest,
 )
 from kvexport.export.model.gguf_linear_attention import PROJECTIONS, TENSORS, LinearHeads, linear_attention_of
-from kvexport.export.model.gguf_sources import SmallTensor, experts_of
 from kvexport.export.model.gguf_tokenizer import SPECIAL_IDS, end_ids, write_json, write_tokenizer
-from kvexport.export.model.tensors import Source
-from kvexport.tensor_files.casting import read_blocks
-from kvexport.tensor_files.entry import TensorEntry
+from kvexport.export.model.tensors import Array, Dense, PackedExperts, Source
+from kvexport.tensor_files.casting import load_tensor, read_blocks
+from kvexport.tensor_files.shards import TensorEntry
 
 _TENSOR = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+?)(?:\.(weight|bias))?")
 _PAIRED_BIASES = ("_q.bias", "_k.bias")
@@ -51,6 +53,7 @@ _NO_MODELS = {
     "adapter": ("a LoRA adapter for a model", "--set weights.merge_adapter=FOLDER of the adapter in PEFT's format"),
     "imatrix": ("an importance matrix, by which llama.cpp rounds a model", "take the model's own file"),
 }
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _TEXTS_VERSION = 2  # version of the cached files that `write_texts` writes
 
 
@@ -106,6 +109,74 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
     for prefix, entries in linear.items():
         computed |= linear_attention_of(prefix, architecture.linear, _linear_heads(gguf, kind), entries)
     return plain, computed
+
+
+@dataclass(frozen=True)
+class SmallTensor:
+    name: str  # parameter
+    parts: tuple[TensorEntry, ...]  # tensors of the same shape except for the last dimension, which are joined there
+    plus: float = 0.0  # number that is added to every value
+    packing: None = None
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        return (*self.parts[0].shape[:-1], sum(part.shape[-1] for part in self.parts))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return math.prod(self.full_shape[:-1]), self.full_shape[-1]
+
+    def blocks(self) -> Iterator[dict[str, Array]]:
+        whole = np.concatenate([load_tensor(part, "float32") for part in self.parts], axis=-1)
+        yield {"weight": whole.reshape(self.shape) + np.float32(self.plus)}
+
+
+def experts_of(prefix: str, stored: Mapping[tuple[str, str], TensorEntry]) -> dict[str, Source]:
+    """Return the weights and biases of a GGUF layer's experts in the layout of an artifact, by parameter name."""
+    gate, up, down = (_required(stored, name, prefix) for name in (GATE_EXPERTS, UP_EXPERTS, DOWN_EXPERTS))
+    for entry in (gate, up, down):
+        if len(entry.shape) != 3 or entry.shape[0] != down.shape[0] or (entry is up and up.shape != gate.shape):
+            raise UsageError(
+                f"tensor {entry.name!r} in {entry.file} has shape {list(entry.shape)}, and the experts of its layer "
+                f"have {gate.name!r} {list(gate.shape)} and {down.name!r} {list(down.shape)}",
+                f"download {entry.file.name} again",
+            )
+    count, inner, hidden = gate.shape
+    sources: dict[str, Source] = {
+        f"{prefix}.{GATE_UP}": _joined(f"{prefix}.{GATE_UP}", (count, 2 * inner, hidden), (gate, up)),
+        f"{prefix}.{DOWN}": _joined(f"{prefix}.{DOWN}", down.shape, (down,)),
+    }
+    biases = [stored.get((name, "bias")) for name in (GATE_EXPERTS, UP_EXPERTS, DOWN_EXPERTS)]
+    present = [bias for bias in biases if bias is not None]
+    if present:
+        if len(present) < len(biases):
+            raise UsageError(f"the experts '{prefix}' have {len(present)} of {len(biases)} biases", "download it again")
+        sources[f"{prefix}.{GATE_UP}_bias"] = SmallTensor(f"{prefix}.{GATE_UP}_bias", tuple(present[:2]))
+        sources[f"{prefix}.{DOWN}_bias"] = SmallTensor(f"{prefix}.{DOWN}_bias", (present[2],))
+    return sources
+
+
+def _required(stored: Mapping[tuple[str, str], TensorEntry], name: str, prefix: str) -> TensorEntry:
+    entry = stored.get((name, "weight"))
+    if entry is None:
+        names = ", ".join(sorted(repr(entry.name) for entry in stored.values()))
+        raise UsageError(
+            f"the file has no tensor {name}.weight for the experts '{prefix}', of which it has {names}",
+            "download the file again",
+        )
+    return entry
+
+
+def _joined(name: str, shape: tuple[int, ...], stacked: Sequence[TensorEntry]) -> PackedExperts:
+    matrices: list[Source] = [GgufWeight(_expert(entry, i)) for i in range(shape[0]) for entry in stacked]
+    if len({matrix.packing for matrix in matrices}) > 1:
+        matrices = [matrix if matrix.packing is None else Dense(matrix) for matrix in matrices]
+    return PackedExperts(name, shape, tuple(matrices))
+
+
+def _expert(entry: TensorEntry, i: int) -> TensorEntry:
+    size = entry.nbytes // entry.shape[0]
+    return replace(entry, shape=entry.shape[1:], offset=entry.offset + i * size, nbytes=size)
 
 
 def _drafted_layer(gguf: Gguf, kind: str) -> str | None:

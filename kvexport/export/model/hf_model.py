@@ -79,10 +79,7 @@ def on_meta(config: Any, dtype: torch.dtype, max_length: int, attention: str = I
 
 
 def _by_part(config: Any, attention: str) -> Any:
-    """Return the attention implementation of each part of a model: `attention` for the text decoder.
-
-    Image and audio encoders keep transformers' default, because some of them support no other.
-    """
+    """Return `attention` for the text decoder, and the default for encoders, some of which support no other."""
     text = config.get_text_config()
     parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
     others = {name: "eager" for name, part in parts.items() if part is not None and part.get_text_config() is not text}
@@ -90,11 +87,7 @@ def _by_part(config: Any, attention: str) -> Any:
 
 
 def auto_class(config: Any) -> Any:
-    """Return the class of transformers that makes the decoder of a config.
-
-    This is AutoModelForCausalLM if transformers has a text decoder for the config. Otherwise it is
-    AutoModelForImageTextToText, whose models also accept only `input_ids`.
-    """
+    """Return the class that makes the decoder of a config: a text decoder, or a model that also takes only tokens."""
     return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
 
 
@@ -202,11 +195,7 @@ def _depends_on_length(rope_type: str) -> bool:
 
 
 def length_notes(config: Any, max_length: int) -> list[str]:
-    """Return notes for the user on rotary frequencies that depend on the sequence length.
-
-    `fix_rotary_frequencies` fixes them at those of the longest sequence, so shorter sequences get other frequencies
-    than in transformers.
-    """
+    """Return notes on frequencies that are fixed, so that shorter sequences have others than in transformers."""
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     notes = []
     for rope in [parameters, *(p for p in parameters.values() if isinstance(p, dict))]:

@@ -1,27 +1,31 @@
 """A Hugging Face decoder that is run and differentiated layer by layer.
 
 The forward pass stores the input of every layer. The backward pass of a layer runs that layer again from its input.
-Each module reads its own weights when it is called (`kvexport.export.model.streamed`). At any time, memory therefore
-holds the weights and activations of one layer, the inputs of all layers, and the output head.
+Each module reads its own weights when it is called, and frees them when it returns. At any time, memory therefore holds
+the weights and activations of one layer, the inputs of all layers, and the output head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from kvexport.errors import KvexportError, UsageError
 from kvexport.export.hooks.attention import IMPLEMENTATION, Attending, PassThroughCache, attending
-from kvexport.export.model.config import first_line_of
-from kvexport.export.model.hf_model import parameter_sources
-from kvexport.export.model.streamed import float_model, stream_weights
-from kvexport.export.model.tensors import Checkpoint
+from kvexport.export.model.config import first_line_of, load_config
+from kvexport.export.model.hf_model import buffers_as_parameters, on_meta, parameter_sources
+from kvexport.export.model.tensors import Checkpoint, dense_values
 from kvexport.quiet import quiet_exporter
 from kvexport.recipe.fields import Recipe
+from kvexport.tensor_files.casting import load_tensor, read_rows
+
+UNREAD = nn.UninitializedParameter(requires_grad=False)
+"""The placeholder of a weight that is not in memory. Any computation with it is an error."""
 
 
 class LayerwiseDecoder:
@@ -139,3 +143,56 @@ class _Passes:
 
 def _attends(layer: nn.Module) -> bool:
     return any(isinstance(getattr(module, "layer_idx", None), int) for module in layer.modules())
+
+
+def stream_weights(model: Any, checkpoint: Checkpoint, sources: Mapping[str, str]) -> None:
+    embedding = model.get_input_embeddings()
+    for prefix, module in model.named_modules():
+        above = f"{prefix}." if prefix else ""
+        names = {own: sources[above + own] for own, p in module._parameters.items() if p is not None}
+        if not names:
+            continue
+        read = _pick_rows(checkpoint, names["weight"]) if module is embedding else _read(checkpoint, names)
+        module.register_forward_pre_hook(read)
+        module.register_forward_hook(_let_go(names))
+        module._parameters.update(dict.fromkeys(names, UNREAD))
+
+
+def float_model(checkpoint: Checkpoint, recipe: Recipe, attention: str = "sdpa") -> Any:
+    config = load_config(str(checkpoint.path), recipe)
+    try:
+        model = on_meta(config, torch.float32, recipe.rotary_length, attention)
+    except ValueError:  # transformers refuses this attention for the model, for example because of sink logits
+        model = on_meta(config, torch.float32, recipe.rotary_length, "eager")
+    buffers_as_parameters(model)
+    return model.eval()
+
+
+def _read(checkpoint: Checkpoint, names: Mapping[str, str]) -> Any:
+    def hook(module: nn.Module, _: Any) -> None:
+        for own, tensor in names.items():
+            source = checkpoint.computed.get(tensor)
+            values = load_tensor(checkpoint.tensors[tensor], "float32") if source is None else dense_values(source)
+            module._parameters[own] = nn.Parameter(torch.from_numpy(values), requires_grad=False)
+
+    return hook
+
+
+def _pick_rows(checkpoint: Checkpoint, tensor: str) -> Any:
+    """Return a hook that reads only the embedding's rows of the current tokens, as the embedding may be large."""
+
+    def hook(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        used, places = torch.unique(args[0], return_inverse=True)
+        if tensor in checkpoint.tensors:
+            rows = np.concatenate([read_rows(checkpoint.tensors[tensor], range(i, i + 1)) for i in used.tolist()])
+        else:
+            rows = dense_values(checkpoint.computed[tensor])[used.numpy()]
+        module._parameters["weight"] = nn.Parameter(torch.from_numpy(rows), requires_grad=False)
+        module.padding_idx = None  # the row of padding may be among those that are not read
+        return (places, *args[1:])
+
+    return hook
+
+
+def _let_go(names: Mapping[str, str]) -> Any:
+    return lambda module, _, __: module._parameters.update(dict.fromkeys(names, UNREAD))

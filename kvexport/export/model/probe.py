@@ -91,10 +91,7 @@ class _Probe:
         return None if mask_function is None else _Mask(mask_function)
 
     def _window(self, name: str, mask_function: Any) -> int:
-        """Return the size of a layer's sliding window: how many positions a query sees, its own included.
-
-        The result is 0 if a query sees all earlier positions.
-        """
+        """Return how many positions a query sees, its own included; 0 if it sees all earlier positions."""
         if mask_function is None:
             return 0
         assert isinstance(mask_function, _Mask)
@@ -179,10 +176,7 @@ def probe_layers(model: Any, mode: FakeTensorMode) -> Layout:
 
 
 def _require_same_attention(name: str, geometry: LayerGeometry, source: int, own: LayerGeometry) -> None:
-    """Raise UsageError if a layer reads a KV cache of another layer with attention of another kind.
-
-    Only the number of query heads may differ.
-    """
+    """Raise UsageError if a layer reads a KV cache of another layer with attention of another kind."""
     for field in ("sliding_window", "softcap", "scale", "sink_logits", "kv_heads", "key_size", "value_size"):
         here, there = getattr(geometry, field), getattr(own, field)
         if here != there:

@@ -39,10 +39,7 @@ class _NotRotary(Exception):
 
 @dataclass(frozen=True)
 class _RotaryCall:
-    """One call of a model's rotary embedding function.
-
-    It consists of the function, the module that computed the cosines, and the other arguments of both.
-    """
+    """One call of a model's rotary embedding function."""
 
     apply: Any
     module: nn.Module
@@ -116,10 +113,7 @@ class _Probe:
 def read_rotary(
     model: Any, mode: FakeTensorMode, geometry: list[LayerGeometry], *, cache_positions: bool = False
 ) -> list[LayerGeometry]:
-    """Return the layers' attention geometry with the rotary embedding of every layer filled in.
-
-    A layer that rotates nothing gets no rotary embedding.
-    """
+    """Return the layers' attention geometry with the rotary embedding of every layer filled in."""
     try:
         read = _read(model, mode, geometry)
         if cache_positions:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
 from kvexport.ops.packed import PackedFormat, dequantize, pack
-from kvexport.tensor_files.entry import TensorEntry
+from kvexport.plan.cache import CachePlan, LayerGeometry
+from kvexport.tensor_files.shards import TensorEntry
 
 Array = NDArray[Any]
 
@@ -40,15 +41,9 @@ class Source(Protocol):
         """Yield all rows of the weight, block by block.
 
         A block of a float weight has the tensor `weight` [rows, inputs] float32. A block of a packed weight has the
-        tensors of `PackedFormat.tensors` without table and order, in the layout of `kvexport.ops.packed.pack`. Only
-        `zero` [rows, groups] has one number in each element.
-        """
-        ...
-
-    def order(self) -> NDArray[np.int64]:
-        """Return the permutation [inputs] in which the columns of a packed weight are stored (act-order).
-
-        Only weights whose packed format is `ordered` have one; the others raise NotImplementedError.
+        tensors of `PackedFormat.tensors` without the table, in the layout of `kvexport.ops.packed.pack`. Only `zero`
+        [rows, groups] has one number in each element. If the format is `ordered`, each block also has the whole
+        `order` [inputs], the permutation in which columns are stored (act-order).
         """
         ...
 
@@ -69,10 +64,7 @@ class Checkpoint:
     texts: tuple[Path, ...] = ()  # tokenizer files that an artifact contains as they are in the checkpoint
 
     def require_folder(self, purpose: str) -> None:
-        """Raise UsageError if the weights are in a GGUF file, because the config of such a file cannot be changed.
-
-        `purpose` says in the message what the changed config is needed for.
-        """
+        """Raise UsageError if the weights are in a GGUF file, whose config cannot be changed as `purpose` needs it."""
         if any(entry.file.suffix == ".gguf" for entry in self.tensors.values()):
             raise UsageError(
                 f"{purpose} takes a checkpoint of safetensors, and the weights are in a GGUF file",
@@ -92,11 +84,22 @@ class Checkpoint:
         return [self.fingerprint, files]
 
 
+class ModelShape(NamedTuple):
+    """The description of a checkpoint and its model before anything is built."""
+
+    checkpoint: Checkpoint
+    model: Any  # model of transformers, whose parameters are fake tensors
+    mode: Any  # mode of these fake tensors
+    geometry: list[LayerGeometry]  # attention of every layer
+    plan: CachePlan  # caches of the layers
+
+
 @dataclass(frozen=True)
 class Dense:
     """A packed weight that is read as dequantized floats."""
 
     packed: Source
+    why: str = field(default="", compare=False)  # why it is, for a note to the user
     packing: None = None
 
     @property
@@ -110,15 +113,10 @@ class Dense:
     def blocks(self) -> Iterator[dict[str, Array]]:
         packing = self.packed.packing
         assert packing is not None
-        order = {"order": self.order()} if packing.ordered else {}
         for block in self.packed.blocks():
-            stored = {**block, **order}
             if "zero" in block:
-                stored["zero"] = pack(block["zero"], packing.bits)
-            yield {"weight": dequantize(packing, len(block[packing.scale]), self.shape[1], stored)}
-
-    def order(self) -> NDArray[np.int64]:
-        return self.packed.order()
+                block = {**block, "zero": pack(block["zero"], packing.bits)}
+            yield {"weight": dequantize(packing, len(block[packing.scale]), self.shape[1], block)}
 
 
 @dataclass(frozen=True)
@@ -143,9 +141,6 @@ class PackedExperts:
     def blocks(self) -> Iterator[dict[str, Array]]:
         for matrix in self.matrices:
             yield from matrix.blocks()
-
-    def order(self) -> NDArray[np.int64]:
-        raise NotImplementedError
 
 
 def dense_values(source: Source) -> NDArray[np.float32]:

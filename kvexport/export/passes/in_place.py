@@ -22,10 +22,7 @@ VIEWS = {"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"}
 
 
 def check_in_place(model: onnx.ModelProto) -> None:
-    """Raise KvexportError if a node of a graph may read a cache state tensor after it was overwritten in place.
-
-    The error names the node and the tensor.
-    """
+    """Raise KvexportError if a node of a graph may read a cache state tensor after it was overwritten in place."""
     graph = inliner.inline_local_functions(model).graph
     nodes = list(graph.node)
     producer = {name: i for i, node in enumerate(nodes) for name in node.output if name}
@@ -75,9 +72,6 @@ def check_in_place(model: onnx.ModelProto) -> None:
 
 
 def _reads_safely(writer: onnx.NodeProto, names: set[str]) -> bool:
-    """Return whether the node that overwrites a cache state tensor reads each element before it overwrites the element.
-
-    A scatter node must not read its indices or its updates from the state tensor.
-    """
+    """Return whether a node reads each element of the state before it overwrites it, and nothing else from it."""
     rest = writer.input[1:] if writer.op_type.startswith("Scatter") else []
     return writer.op_type in SAFE_WRITERS and names.isdisjoint(rest)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from kvexport.export.passes.linear.forms import OP_TYPES, form_of, is_linear
+from kvexport.export.passes.forms import OP_TYPES, form_of, is_linear
 from kvexport.export.passes.nodes import Dims, dims, is_op, show
 from kvexport.export.passes.report import Rewrite
 
@@ -45,10 +45,7 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why the graph cannot pick the last token's row before earlier nodes instead of after them; "" if it can.
-
-    It can if one row of every sequence is picked, and at least one matrix product before needs no other row.
-    """
+    """Return why the last token's row cannot be picked before earlier nodes instead of after them; "" if it can."""
     pick, data, row = match
     shape, axis = dims(data), pick.attributes.get_int("axis", 0)
     if axis != 1 or len(shape) != 3 or None in shape:
@@ -97,19 +94,12 @@ def _movable(match: Match) -> dict[ir.Node, list[ir.Value]]:
 
 
 def _sources(moved: dict[ir.Node, list[ir.Value]]) -> list[ir.Value]:
-    """Return the values at which the last token's row is to be picked, each once.
-
-    Nodes of `moved` read these values row by row, and no node of `moved` computes them.
-    """
+    """Return the values, each once, that nodes of `moved` read row by row and do not compute: there a row is picked."""
     return list(dict.fromkeys(x for inputs in moved.values() for x in inputs if x.producer() not in moved))
 
 
 def _row_inputs(node: ir.Node, rows: Dims) -> list[ir.Value]:
-    """Return the inputs that an ONNX node reads row by row, for rows [B, T].
-
-    Each row of the node's outputs depends only on that row of these inputs, and on values that all rows share. The
-    result is empty if the shapes do not prove this.
-    """
+    """Return the inputs of which a node reads only row i for row i of its outputs; none if shapes leave a doubt."""
     inputs = [value for value in node.inputs if value is not None]
     if not inputs or not all(_has_rows(value, rows) for value in node.outputs):
         return []
@@ -130,11 +120,7 @@ def _row_inputs(node: ir.Node, rows: Dims) -> list[ir.Value]:
 
 
 def _linear_row_inputs(node: ir.Node, rows: Dims) -> list[ir.Value]:
-    """Return the inputs that a Linear node with one product reads row by row: its data and its residual.
-
-    The data may have a dimension of heads. All rows of a sequence share its LoRA adapter. The result is empty if the
-    shapes leave a doubt.
-    """
+    """Return the data (perhaps of heads) and residual of a Linear with one product, as `_row_inputs` does."""
     form = form_of(node)
     if len(form.inputs) != len(node.inputs):
         return []

@@ -13,7 +13,7 @@ MatMulNBits (`kvexport.export.weights.nbits`); this module gives its initializer
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -21,7 +21,7 @@ import onnx_ir as ir
 from onnx import inliner
 
 from kvexport.errors import KvexportError
-from kvexport.export.passes.linear.forms import OP_TYPES, dtype_of, form_of, is_linear
+from kvexport.export.passes.forms import OP_TYPES, dtype_of, experts_form_of, form_of, is_linear
 from kvexport.export.passes.nodes import dims, is_op, known_shape
 from kvexport.ops.experts import WEIGHTS, ExpertsForm, experts_function
 from kvexport.ops.linear import Form, linear_function, parts_after
@@ -44,10 +44,7 @@ class Weight(NamedTuple):
 
 
 def put_products(model: ir.Model) -> list[onnx.FunctionProto]:
-    """Give every Linear and Experts node a function made of ONNX Runtime's operators; return these functions.
-
-    `inlined` then replaces the nodes by the functions.
-    """
+    """Give every Linear and Experts node a function of ONNX Runtime's operators, by which `inlined` replaces it."""
     functions: dict[str, onnx.FunctionProto] = {}
     types = {value: value.dtype for value in model.graph.initializers.values()}
     sizes = {value: known_shape(value) for value in model.graph.initializers.values()}
@@ -90,12 +87,7 @@ def _of_linear(node: ir.Node, types: Types, sizes: Sizes) -> onnx.FunctionProto:
 
 
 def _of_experts(node: ir.Node, types: Types, sizes: Sizes) -> onnx.FunctionProto:
-    fields: dict[str, Any] = {}
-    for name in vars(ExpertsForm()):
-        if name in node.attributes:
-            value = node.attributes[name].value
-            fields[name] = tuple(value) if isinstance(value, (list, tuple)) else value
-    form = ExpertsForm(**fields)
+    form = experts_form_of(node)
     inputs = {name: value for name, value in zip(form.inputs, node.inputs, strict=True) if value is not None}
     dtype = inputs["input"].dtype
     assert dtype is not None

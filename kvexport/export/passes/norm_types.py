@@ -24,10 +24,7 @@ def pattern(node: ir.Node) -> list[ir.Node]:
 
 
 def check(norm: ir.Node) -> str:
-    """Return why the rows of an RMSNormalization cannot be cast to the type of its scale; "" if they can.
-
-    Only a cast from float16 to float32 is allowed, because it is exact.
-    """
+    """Return why rows cannot be cast to the type of their scale; only a cast from float16 to float32 is exact."""
     rows, scale = _inputs(norm)
     if (rows.dtype, scale.dtype) == (ir.DataType.FLOAT16, ir.DataType.FLOAT):
         return ""

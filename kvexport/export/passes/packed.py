@@ -55,10 +55,7 @@ class Packed(NamedTuple):
 
 
 def packed_of(value: ir.Value | None) -> Packed | None:
-    """Return the packed weight that nodes of the graph dequantize to `value`; None if there is none.
-
-    The columns of `value` are in the order in which they are stored.
-    """
+    """Return the packed weight, its columns as stored, that nodes dequantize to `value`; None if there is none."""
     return value.meta.get(_PACKED) if value is not None else None
 
 
@@ -67,14 +64,9 @@ def put_packed(
 ) -> dict[str, str]:
     """Replace float initializers of a model by packed weights without data, and add nodes that dequantize them.
 
-    Args:
-        model: The model.
-        packings: The packed format of each initializer; names that the graph lacks are ignored.
-        same: A function that returns whether two initializers have the same bytes.
-        library: Whether ONNX Runtime's GatherBlockQuantized reads rows of embeddings.
-
-    Returns:
-        {initializer: tensor} for each initializer that has the bytes of a packed weight's tensor under another name.
+    `same` says whether two initializers have the same bytes; with `library`, ONNX Runtime's GatherBlockQuantized reads
+    rows of embeddings. The result is {initializer: tensor} for each initializer that has the bytes of a packed weight's
+    tensor under another name.
     """
     renamed: dict[str, str] = {}
     ordered: dict[ir.Value, list[tuple[ir.Value, ir.Value]]] = {}  # by product's input: (order, reordered input)
@@ -110,11 +102,7 @@ def _order_input(
     known: dict[ir.Value, list[tuple[ir.Value, ir.Value]]],
     same: Callable[[str, str], bool],
 ) -> None:
-    """Reorder the inputs of matrix products by Gather nodes to the column order in which a packed weight is stored.
-
-    The products read the weight through the Transpose `node`. Products with the same input and order share the
-    reordered input.
-    """
+    """Gather the inputs of products through the Transpose `node` in the order of a packed weight's columns."""
     products = [(use, i) for use, i in node.outputs[0].uses()] if permutes(node, [1, 0]) else []
     if not products or any(not is_op(use, "MatMul") or i != 1 for use, i in products):
         raise UsageError(
@@ -240,10 +228,7 @@ class _Putter:
         return self.node("Unsqueeze", [picked, last])
 
     def library_embedding(self, gather: ir.Node) -> None:
-        """Replace a Gather of the packed weight's rows by ONNX Runtime's GatherBlockQuantized.
-
-        Without zero points, GatherBlockQuantized subtracts half of the range from unsigned numbers.
-        """
+        """Replace a Gather of the packed weight's rows by ONNX Runtime's GatherBlockQuantized."""
         self.before = gather
         packing, (n, k) = self.packing, self.shape
         groups, ids = k // packing.group, gather.inputs[1]
@@ -271,10 +256,7 @@ class _Putter:
         ir.convenience.replace_all_uses_with(old, rows, replace_graph_outputs=True)
 
     def numbers(self, component: str, ids: ir.Value, count: int, group: int) -> ir.Value:
-        """Add nodes that gather rows of packed numbers, as float32 [B, T, count / group, group], and return the result.
-
-        `count` is the amount of numbers in a row.
-        """
+        """Add nodes that gather rows of `count` packed numbers; return float32 [B, T, count / group, group]."""
         packing = self.packing
         shape = self.constant([0, 0, count // group, group])
         name = ROWS if component == "weight" else f"{component}_{ROWS}"

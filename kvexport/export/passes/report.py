@@ -1,4 +1,4 @@
-"""The interface of a pass over an ONNX graph, and the report of what the pass rewrote and refused."""
+"""The interface of a pass over an ONNX graph, the report of what a pass rewrote and refused, and two simple passes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 logger = logging.getLogger("kvexport.export.passes")
 Match = TypeVar("Match")
@@ -30,10 +31,7 @@ Pass = Callable[[ir.Model], PassReport]
 
 @dataclass(frozen=True)
 class Rewrite(Generic[Match]):
-    """A pass that visits the nodes of an ONNX graph in order, and rewrites each match of a pattern.
-
-    Nodes that the pass itself removed are not visited.
-    """
+    """A pass that visits the nodes of a graph in order, and rewrites each match of a pattern that a check accepts."""
 
     name: str  # name of the pass
     # Returns the matches that end at a node; it compares only operators and the connections between nodes
@@ -67,3 +65,17 @@ def run_passes(model: ir.Model, passes: Sequence[Pass]) -> list[PassReport]:
         reports.append(run(model))
         logger.debug("%s", reports[-1])
     return reports
+
+
+def remove_unused(model: ir.Model) -> PassReport:
+    """Remove the nodes, initializers and functions that no node of a graph reads; report how many nodes went."""
+    before = len(model.graph)
+    RemoveUnusedNodesPass()(model)
+    return PassReport("unused nodes", applied=before - len(model.graph))
+
+
+def sort_nodes(model: ir.Model) -> PassReport:
+    """Sort nodes after those that they read, as a fused Linear stands at the last of its nodes."""
+    before = list(model.graph)
+    model.graph.sort()
+    return PassReport("order", applied=sum(one is not other for one, other in zip(before, model.graph, strict=True)))

@@ -58,9 +58,12 @@ def component_blocks(spec: ComputedSpec) -> Iterator[tuple[str, Iterator[Array]]
         yield "weight", _floats(spec)
         return
     rest: dict[str, list[Array]] = {name: [] for name in spec.components if name not in ("weight", "table", "order")}
+    order: Array | None = None
 
     def weight() -> Iterator[Array]:
+        nonlocal order
         for block in source.blocks():
+            order = block.get("order")
             for name, kept in rest.items():
                 kept.append(block[name])
                 _require_finite(source.name, name, block[name])
@@ -72,8 +75,8 @@ def component_blocks(spec: ComputedSpec) -> Iterator[tuple[str, Iterator[Array]]
         yield name, iter([pack(whole, packing.bits) if name == "zero" else whole.astype(spec.components[name].dtype)])
     if packing.table:
         yield "table", iter([np.array(packing.table, np.int8)])
-    if packing.ordered:
-        yield "order", iter([source.order()])
+    if order is not None:
+        yield "order", iter([order])
 
 
 def _floats(spec: ComputedSpec) -> Iterator[Array]:

@@ -73,10 +73,7 @@ class NBits:
                 converted["zero"] = (zero + offset).astype(np.uint8)
             if "minimum" in block:
                 converted["minimum"] = np.repeat(scales(old, block, "minimum").astype(new.scale_dtype), times, axis=1)
-            yield converted
-
-    def order(self) -> NDArray[np.int64]:
-        return self.source.order()
+            yield converted if "order" not in block else {**converted, "order": block["order"]}
 
 
 def _numbers(block: Mapping[str, Array], old: PackedFormat, new: PackedFormat, shape: tuple[int, int]) -> Array:

@@ -20,7 +20,7 @@ from kvexport.errors import UsageError
 from kvexport.export.model.tensors import Source
 from kvexport.ops.packed import GROUPS, PackedFormat, pack
 from kvexport.tensor_files.casting import read_rows, row_blocks
-from kvexport.tensor_files.entry import TensorEntry
+from kvexport.tensor_files.shards import TensorEntry
 
 Floats = NDArray[np.float32]
 # Candidates for a group's scale, relative to the scale that maps the largest value to the lowest number
@@ -67,9 +67,6 @@ class Rounded:
             if not np.isfinite(values).all():
                 raise UsageError(f"tensor {self.name!r} has values that are infinite or NaN", "download it again")
             yield from (values[rows.start : rows.stop] for rows in row_blocks(len(values), 4 * k, BLOCK_BYTES))
-
-    def order(self) -> NDArray[np.int64]:
-        raise NotImplementedError
 
 
 def fitting_group(group: int, inputs: int) -> int | None:
@@ -138,10 +135,7 @@ def _best(columns: Floats, starts: Sequence[Floats], zero: Floats, low: int, hig
 
 
 def _better(kept: tuple[Floats, ...], tried: tuple[Floats, ...]) -> tuple[Floats, ...]:
-    """Return, for each column, the rounding (numbers, scale, error) with the smaller error, out of `kept` and `tried`.
-
-    The result is written into `kept`, which is empty at first.
-    """
+    """Write into `kept`, for each column, the (numbers, scale, error) of `kept` or `tried` with the smaller error."""
     if not kept:
         return tried
     better = tried[2] < kept[2]

@@ -16,16 +16,15 @@ from kvexport.export.graph.tracer import initializer_names
 from kvexport.export.hooks.attention import output_projection
 from kvexport.export.hooks.experts import chosen_shares, expert_layouts
 from kvexport.export.hooks.latent import expansion_weights
-from kvexport.export.model.conversion import PLAIN, assembled_parameters
+from kvexport.export.model.conversion import PLAIN, Assembled, assembled_parameters, refuse_other_router, why_floats
 from kvexport.export.model.hf_model import parameter_sources
-from kvexport.export.model.packed_experts import refuse_other_router, why_floats
 from kvexport.export.model.tensors import Checkpoint, Dense, Source
 from kvexport.export.weights.computed import ComputedSpec
 from kvexport.export.weights.nbits import NBits, nbits_specs
 from kvexport.export.weights.quantize import Rounded, fitting_group
 from kvexport.export.weights.write import Spec, TensorSpec, check_specs, total_bytes
 from kvexport.ops.packed import PackedFormat
-from kvexport.tensor_files.entry import TensorEntry
+from kvexport.tensor_files.shards import TensorEntry
 
 if TYPE_CHECKING:
     from kvexport.recipe.fields import Recipe, WeightsSection
@@ -58,42 +57,28 @@ def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spe
     parameters = dict(model.named_parameters(remove_duplicate=False))
     rounded = _packed_only(rounded_formats(model, recipe))
     embeddings, layouts, expansions = _embeddings(model), expert_layouts(model), expansion_weights(model)
-
-    def whole(source: Source, name: str) -> Source:
-        return source if name not in rounded else Rounded(source, rounded[name], positive=positive)
-
     specs: list[Spec] = []
     for name, initializer in names.items():
-        parameter = parameters[name]
-        dtype: Any = str(parameter.dtype).removeprefix("torch.")  # a few parameters of a float16 model stay float32
-        shape = tuple(parameter.shape)
-        plain = name in sources and getattr(assembled.get(name), "layout", PLAIN) == PLAIN
-        if name in assembled and not plain:
-            layout = layouts.get(name, PLAIN)
-            specs.append(ComputedSpec(initializer, whole(assembled[name], name), dtype, layout.artifact_shape(shape)))
-            continue
-        if name in assembled and name in rounded:
-            specs.append(ComputedSpec(initializer, whole(assembled[name], name), dtype, shape))
-            continue
-        tensor = sources[name]
-        if tensor in checkpoint.computed:
-            source = checkpoint.computed[tensor]
-            if (packing := rounded.get(name)) is not None:
-                source = Rounded(source, packing, positive=positive)
-            elif source.packing is not None and (
-                name in expansions or (name not in layouts and _why_floats(source, recipe, picked=name in embeddings))
-            ):
-                source = Dense(source)
-            layout = layouts.get(name, PLAIN)
-            specs.append(ComputedSpec(initializer, source, dtype, layout.artifact_shape(shape)))
-            continue
-        entry = checkpoint.tensors[tensor]
-        copied = TensorSpec(initializer, entry, dtype, shape)
-        check_specs([copied])
-        if (packing := rounded.get(name)) is None:
-            specs.append(copied)
+        dtype: Any = str(parameters[name].dtype).removeprefix("torch.")  # a float16 model has a few in float32
+        layout, packing = layouts.get(name, PLAIN), rounded.get(name)
+        shape = layout.artifact_shape(tuple(parameters[name].shape))
+        if name in assembled and (name not in sources or layout != PLAIN or packing is not None):
+            source: TensorEntry | Source = assembled[name]
         else:
-            specs.append(ComputedSpec(initializer, Rounded(entry, packing, positive=positive), dtype, shape))
+            source = tensors[sources[name]]
+        if packing is not None:
+            if isinstance(source, TensorEntry):
+                check_specs([TensorSpec(initializer, source, dtype, shape)])
+            source = Rounded(source, packing, positive=positive)
+        elif not isinstance(source, TensorEntry) and source.packing is not None:
+            why = EXPANSION if name in expansions else ""
+            if not why and name not in layouts:  # an Experts node reads every packed format
+                why = _why_floats(source, recipe, picked=name in embeddings)
+            source = Dense(source, why) if why else source
+        if isinstance(source, TensorEntry):
+            specs.append(TensorSpec(initializer, source, dtype, shape))
+        else:
+            specs.append(ComputedSpec(initializer, source, dtype, shape))
     check_specs(specs)
     return specs
 
@@ -162,25 +147,20 @@ def _problem(packing: PackedFormat, recipe: Recipe, *, picked: bool = False) -> 
     )
 
 
-def weight_bytes(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> int:
-    """Return the bytes of the weights in an artifact; tied weights (one tensor for several parameters) count once."""
+def planned_bytes(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> tuple[int, int, int]:
+    """Return the bytes of an artifact's weights, of its experts, and of the experts that one token's decode step reads.
+
+    Tied weights (one tensor for several parameters) count once.
+    """
     if checkpoint.files:
-        return total_bytes(stored_specs(weight_specs(checkpoint, model, recipe), recipe))
-    return sum(_parameter_bytes(model, recipe).values())
-
-
-def expert_bytes(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> tuple[int, int]:
-    """Return the bytes of the experts' weights in an artifact, and the bytes that a decode step of one token reads."""
-    shares = chosen_shares(model)
-    if not shares:
-        return 0, 0
-    if not checkpoint.files:
-        sizes = _parameter_bytes(model, recipe)
+        specs = weight_specs(checkpoint, model, recipe)
+        total = total_bytes(stored_specs(specs, recipe))
+        sizes = {spec.name.removeprefix("model."): spec.nbytes for spec in specs}
     else:
-        written = {spec.name: spec.nbytes for spec in weight_specs(checkpoint, model, recipe)}
-        sizes = {name: written[initializer] for name, initializer in initializer_names(model).items()}
-    expert_sizes = {name: sizes[name] for name in shares if name in sizes}
-    return sum(expert_sizes.values()), round(sum(size * shares[name] for name, size in expert_sizes.items()))
+        sizes = _parameter_bytes(model, recipe)
+        total = sum(sizes.values())
+    shares = {name: share for name, share in chosen_shares(model).items() if name in sizes}
+    return total, sum(sizes[name] for name in shares), round(sum(sizes[name] * x for name, x in shares.items()))
 
 
 def _parameter_bytes(model: Any, recipe: Recipe) -> dict[str, int]:
@@ -227,55 +207,32 @@ def packed_formats(specs: Sequence[Spec]) -> dict[str, int]:
     return dict(sorted(Counter(source.packing.label for source in sources if source.packing is not None).items()))
 
 
-def weight_notes(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[str]:
+def weight_notes(checkpoint: Checkpoint, model: Any, recipe: Recipe, specs: Sequence[Spec]) -> list[str]:
     """Return notes for the user on weights that the build changes, or does not round although the recipe says so."""
-    notes, section = list(checkpoint.notes), recipe.weights
-    formats = dict(rounded_formats(model, recipe))
+    formats, group = dict(rounded_formats(model, recipe)), recipe.weights.group
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
-    unfit: dict[str, list[str]] = {}
+    floats: dict[str, list[str]] = {}
     for name, packing in formats.items():
         if isinstance(packing, str):
-            unfit.setdefault(packing, []).append(f"{name} {list(shapes[name])}")
-    notes += [f"kept in floats, because {why}: {_and_more(names)}" for why, names in unfit.items()]
-    if other := _other_groups(_packed_only(formats.items()), section):
-        notes.append(f"weights.group {section.group} does not divide the inputs of {other}")
-    return [*notes, *_cast(checkpoint, model, recipe), *_unpacked_experts(checkpoint, model, recipe)]
-
-
-def _cast(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[str]:
-    cast: dict[tuple[str, str], list[str]] = {}
-    embeddings, sources = _embeddings(model), parameter_sources(model, [*checkpoint.tensors, *checkpoint.computed])
-    expansions, layouts = expansion_weights(model), expert_layouts(model)
-    for name in initializer_names(model):
-        source = checkpoint.computed.get(sources.get(name, ""))
-        if source is None or source.packing is None or name in layouts:  # an Experts node reads every packed format
-            continue
-        why = EXPANSION if name in expansions else _why_floats(source, recipe, picked=name in embeddings)
-        if why:
-            cast.setdefault((source.packing.label, why), []).append(name)
-    dtype = recipe.model.dtype
-    return [f"{label}, cast to {dtype}, because {why}: {_and_more(names)}" for (label, why), names in cast.items()]
-
-
-def _unpacked_experts(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[str]:
-    if not checkpoint.computed or not expert_layouts(model):
-        return []
-    tensors: dict[str, TensorEntry | Source] = {**checkpoint.tensors, **checkpoint.computed}
-    reasons: dict[str, list[str]] = {}
-    for name, weight in assembled_parameters(model, tensors, parameter_sources(model, tensors)).items():
-        matrices = [matrix for _, stored in getattr(weight, "inputs", ()) for matrix in stored]
+            floats.setdefault(f"kept in floats, because {packing}", []).append(f"{name} {list(shapes[name])}")
+    notes = [*checkpoint.notes, *_each(floats)]
+    if other := [(name, x.group) for name, x in _packed_only(formats.items()).items() if x.group != group]:
+        smaller = f"{len(other)} weights, whose groups are smaller: of {other[0][0]} {other[0][1]}"
+        notes.append(f"weights.group {group} does not divide the inputs of {smaller}")
+    cast: dict[str, list[str]] = {}
+    experts: dict[str, list[str]] = {}
+    for spec in specs:
+        source, name = getattr(spec, "source", None), spec.name.removeprefix("model.")
+        if isinstance(source, Dense) and source.why and source.packed.packing is not None:
+            label = f"{source.packed.packing.label}, cast to {recipe.model.dtype}, because {source.why}"
+            cast.setdefault(label, []).append(name)
+        matrices = [x for _, stored in source.inputs for x in stored] if isinstance(source, Assembled) else []
         if why := why_floats(matrices):
-            reasons.setdefault(why, []).append(name)
-    return [f"cast to {recipe.model.dtype}, because {why}: {_and_more(names)}" for why, names in reasons.items()]
+            experts.setdefault(f"cast to {recipe.model.dtype}, because {why}", []).append(name)
+    return [*notes, *_each(cast), *_each(experts)]
 
 
-def _and_more(names: Sequence[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-
-
-def _other_groups(formats: Mapping[str, PackedFormat], section: WeightsSection) -> str:
-    other = [(name, packing.group) for name, packing in formats.items() if packing.group != section.group]
-    if not other:
-        return ""
-    name, group = other[0]
-    return f"{len(other)} weights, whose groups are smaller: of {name} {group}"
+def _each(reasons: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return a note for each reason, with the first of its parameters and how many more there are."""
+    more = {why: f" and {len(names) - 1} more" if len(names) > 1 else "" for why, names in reasons.items()}
+    return [f"{why}: {names[0]}{more[why]}" for why, names in reasons.items()]

@@ -29,7 +29,7 @@ from kvexport.tensor_files.casting import (
     cast_blocks,
     require_float,
 )
-from kvexport.tensor_files.entry import TensorEntry
+from kvexport.tensor_files.shards import TensorEntry
 
 DATA_FILE = "decoder.weights"
 LARGE_TENSOR_BYTES = 64 << 10
@@ -85,27 +85,16 @@ def total_bytes(specs: Sequence[Spec]) -> int:
 def check_specs(specs: Sequence[Spec]) -> None:
     """Raise UsageError if a tensor's shape is not that of its initializer, or its data type is no float."""
     for spec in specs:
-        if isinstance(spec, ComputedSpec):
-            _check_computed(spec)
-            continue
-        entry = spec.entry
-        require_float(entry)
-        if entry.shape != spec.shape:
+        if isinstance(spec, TensorSpec):
+            require_float(spec.entry)
+            name, shape = f"{spec.entry.name!r} in {spec.entry.file}", spec.entry.shape
+        else:
+            name, shape = repr(spec.source.name), getattr(spec.source, "full_shape", spec.source.shape)
+        if shape != spec.shape:
             raise UsageError(
-                f"tensor {entry.name!r} in {entry.file} has shape {list(entry.shape)}, the model of config.json "
-                f"expects {list(spec.shape)}",
+                f"tensor {name} has shape {list(shape)}, the model of config.json expects {list(spec.shape)}",
                 "use the config.json that belongs to these weights",
             )
-
-
-def _check_computed(spec: ComputedSpec) -> None:
-    source = spec.source
-    shape = getattr(source, "full_shape", source.shape)
-    if shape != spec.shape:
-        raise UsageError(
-            f"tensor {source.name!r} has shape {list(shape)}, the model of config.json expects {list(spec.shape)}",
-            "use the config.json that belongs to these weights",
-        )
 
 
 def write_weights(specs: Sequence[Spec], staging: Path, progress: Callable[[int], None]) -> WrittenWeights:
@@ -134,10 +123,7 @@ def write_weights(specs: Sequence[Spec], staging: Path, progress: Callable[[int]
 
 
 def link_shared(shared: SharedWeights, staging: Path, progress: Callable[[int], None]) -> WrittenWeights:
-    """Hard-link the weight files of `shared` into the folder `staging`, or copy them if the file system cannot link.
-
-    `progress` receives the number of bytes of all weights. An OSError passes through.
-    """
+    """Hard-link the weight files of `shared` into `staging`, or copy them if the file system cannot link."""
     for name in shared.written.digests:
         try:
             os.link(shared.folder / name, staging / name)

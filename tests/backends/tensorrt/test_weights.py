@@ -112,7 +112,8 @@ def test_another_rounding_is_refused(checkpoint: Path, weights: Any, message: st
 
 def test_weights_that_stay_in_floats_are_printed(checkpoint: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
     shape = read_model(recipe := recipe_of(checkpoint, ROUNDED))
-    assert weight_notes(shape.checkpoint, shape.model, recipe)[:3] == [
+    specs = weight_specs(shape.checkpoint, shape.model, recipe)
+    assert weight_notes(shape.checkpoint, shape.model, recipe, specs)[:3] == [
         "kept in floats, because TensorRT does not pick rows of packed weights: model.embed_tokens.weight [100, 64]",
         "kept in floats, because TensorRT takes only groups of 64 and 128 inputs: model.layers.0.mlp.down_proj.weight "
         "[64, 96] and 1 more",
@@ -122,8 +123,9 @@ def test_weights_that_stay_in_floats_are_printed(checkpoint: Path, tiny_checkpoi
     fields = {**RECIPE, "model": {"path": str(tmp_path / "q")}}
     recipe = Recipe.model_validate({**fields, "backend": TENSORRT})
     shape = read_model(recipe)
-    assert packed_formats(weight_specs(shape.checkpoint, shape.model, recipe)) == {}
-    assert weight_notes(shape.checkpoint, shape.model, recipe) == [
+    specs = weight_specs(shape.checkpoint, shape.model, recipe)
+    assert packed_formats(specs) == {}
+    assert weight_notes(shape.checkpoint, shape.model, recipe, specs) == [
         "uint4, groups of 16, zero points, cast to float16, because TensorRT takes only int4, without zero "
         "points and minima: model.layers.0.self_attn.q_proj.weight and 13 more"
     ]

@@ -20,8 +20,7 @@ from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime.operators import VARIABLE
 from kvexport.engine.load import load
 from kvexport.export.passes.last_rows import LAST_ROWS
-from kvexport.export.passes.order import remove_unused
-from kvexport.export.passes.report import run_passes
+from kvexport.export.passes.report import remove_unused, run_passes
 from tests.support import models
 from tests.support.tensorrt_walk import artifact_problems
 

@@ -22,7 +22,7 @@ from kvexport.export.weights.quantize import Rounded, fitting_group, round_group
 from kvexport.export.weights.specs import weight_specs
 from kvexport.ops.packed import PackedFormat
 from kvexport.recipe.fields import Recipe
-from kvexport.tensor_files.entry import TensorEntry
+from kvexport.tensor_files.shards import TensorEntry
 from kvexport.validate.runner import validate_artifact
 from tests.support.tiny_model import RECIPE
 

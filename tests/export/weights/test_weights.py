@@ -28,7 +28,7 @@ from kvexport.export.weights.write import (
     write_weights,
 )
 from kvexport.tensor_files.casting import load_tensor
-from kvexport.tensor_files.entry import TensorEntry
+from kvexport.tensor_files.shards import TensorEntry
 
 TORCH = {"float32": torch.float32, "float16": torch.float16}
 STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

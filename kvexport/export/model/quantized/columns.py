@@ -32,7 +32,7 @@ from kvexport.export.model.quantized.reading import (
 )
 from kvexport.export.model.tensors import Source
 from kvexport.ops.packed import PackedFormat, pack
-from kvexport.tensor_files.entry import TensorEntry
+from kvexport.tensor_files.shards import TensorEntry
 
 Layout = Literal["gptq", "gptq_v2", "awq"]
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each of eight outputs in a word of AWQ
@@ -66,7 +66,7 @@ class ColumnPacked:
         step = max(8, _BLOCK_BYTES * 8 // (k * bits) // 8 * 8)
         zero = _zeros(self.qzeros, bits, self.layout)
         scale = require_scales(self.scales.name, whole(self.scales))
-        order = self.order() if self.packing.ordered else None
+        order = None if self.g_idx is None else groups_in_order(self.g_idx, self.packing.group)
         for begin in range(0, n, step):
             outputs = range(begin, min(begin + step, n))
             stored = self._awq(outputs) if self.layout == "awq" else self._gptq(outputs)
@@ -77,6 +77,7 @@ class ColumnPacked:
                 stored = stored ^ np.uint8(0x88 if bits == 4 else 0x80)
             own = slice(outputs.start, outputs.stop)
             block = {"weight": stored, "scale": np.ascontiguousarray(scale[:, own].T)}
+            block |= {"order": order} if order is not None else {}
             yield block if self.packing.signed else {**block, "zero": np.ascontiguousarray(zero[:, own].T)}
 
     def _gptq(self, outputs: range) -> NDArray[np.uint8]:
@@ -89,12 +90,6 @@ class ColumnPacked:
         numbers = _awq_numbers(words)
         packed: NDArray[np.uint8] = pack(np.ascontiguousarray(numbers.T), 4)
         return packed.reshape(len(outputs), -1)
-
-    def order(self) -> NDArray[np.int64]:
-        assert self.g_idx is not None
-        order = groups_in_order(self.g_idx, self.packing.group)
-        assert order is not None
-        return order
 
 
 def _awq_numbers(words: NDArray[np.uint8]) -> NDArray[np.uint8]:

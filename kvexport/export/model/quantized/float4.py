@@ -1,23 +1,22 @@
-"""Readers of weights in 4-bit floats: NVFP4, MXFP4, and bitsandbytes' NF4 and FP4.
+"""Readers of weights in 4-bit floats: NVFP4 and MXFP4.
 
 A 4-bit float of type E2M1 is 0, 0.5, 1, 1.5, 2, 3, 4, 6 or the negative of one of these. A byte holds two of them, the
-first input in the low half. Twice each number is an integer, so NVFP4 and MXFP4 weights become packed weights with half
-the scale, whose numbers are 4-bit indices into a table of sixteen integers. In NVFP4 the scale of 16 inputs is an 8-bit
-float times one float for the whole tensor (compressed-tensors stores the reciprocal of that float). In MXFP4 the scale
-of 32 inputs is a power of two.
+first input in the low half. Twice each number is an integer, so such weights become packed weights with half the scale,
+whose numbers are 4-bit indices into a table of sixteen integers. In NVFP4 the scale of 16 inputs is an 8-bit float
+times one float for the whole tensor (compressed-tensors stores the reciprocal of that float). In MXFP4 the scale of 32
+inputs is a power of two, stored as its exponent plus 127.
 
-The sixteen numbers of bitsandbytes are a table of floats. Its blocks of 64 numbers run over the flattened matrix, with
-the first number of a byte in the high half. bitsandbytes' weights are therefore cast to floats. Sources:
-compressed-tensors' NVFP4PackedCompressor, ModelOpt's NVFP4QTensor, bitsandbytes' QuantState and dequantize_4bit; OCP
-Microscaling Formats 1.0.
+gpt-oss has its experts in MXFP4: `{name}_blocks` [experts, outputs, groups, 16] U8 and `{name}_scales` [experts,
+outputs, groups] U8. Rows of the gate and the up projection alternate. An artifact has the same bytes.
+
+Sources: compressed-tensors' NVFP4PackedCompressor, ModelOpt's NVFP4QTensor, transformers' `convert_moe_packed_tensors`;
+OCP Microscaling Formats 1.0.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,6 @@ from kvexport.export.model.quantized.reading import (
     Read,
     Tensors,
     float8_values,
-    refused,
     require,
     require_scales,
     require_shape,
@@ -38,10 +36,14 @@ from kvexport.export.model.quantized.reading import (
 )
 from kvexport.export.model.tensors import Source
 from kvexport.ops.packed import E2M1, PackedFormat
-from kvexport.tensor_files.casting import BLOCK_BYTES, read_at, read_blocks, row_blocks
-from kvexport.tensor_files.entry import TensorEntry
+from kvexport.tensor_files.casting import BLOCK_BYTES, byte_rows, read_blocks, row_blocks
+from kvexport.tensor_files.shards import TensorEntry
 
 _FP8 = "F8_E4M3"
+GROUP = 32
+BLOCKS, SCALES = "_blocks", "_scales"
+INTERLEAVED = "gate_up_proj"  # the weight in which rows of the gate and the up projection alternate
+MXFP4 = PackedFormat(4, False, GROUP, "none", "uint8", table=E2M1)
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,7 @@ class Float4:
         n, k = self.shape
         scale = require_scales(self.scale.name, self._scales()) * np.float32(0.5)
         for rows in row_blocks(n, k // 2, BLOCK_BYTES):
-            with self.weight.file.open("rb") as stream:
-                stored = np.frombuffer(read_at(self.weight, stream, rows), np.uint8).reshape(len(rows), -1)
-            yield {"weight": stored, "scale": scale[rows.start : rows.stop]}
+            yield {"weight": byte_rows(self.weight, rows), "scale": scale[rows.start : rows.stop]}
 
     def _scales(self) -> NDArray[np.float32]:
         stored = np.frombuffer(b"".join(read_blocks(self.scale)), np.uint8).reshape(self.scale.shape)
@@ -88,16 +88,9 @@ class Float4:
         product: NDArray[np.float32] = scale / total if self.divides else scale * total
         return product
 
-    def order(self) -> NDArray[np.int64]:
-        raise NotImplementedError
-
 
 def float4(name: str, entry: TensorEntry, tensors: Tensors, prefix: str, total: str, *, divides: bool) -> Float4:
-    """Return the 4-bit float weight (MXFP4 or NVFP4) of a module whose packed numbers are the tensor `entry`.
-
-    The weight is MXFP4 if its scales are integers. Otherwise it is NVFP4 with a scale for the whole tensor, named
-    `total`.
-    """
+    """Return the weight whose packed numbers are the tensor `entry`: MXFP4 if its scales are integers, else NVFP4."""
     scale = require(tensors, f"{prefix}.weight_scale", name)
     if entry.dtype != "U8" or len(entry.shape) != 2:
         raise wrong(entry, "U8, a matrix")
@@ -121,93 +114,52 @@ def read_nvfp4(_: Mapping[str, Any], tensors: Tensors) -> Read:
         if prefix != name and entry.dtype == "U8":
             sources[name] = float4(name, entry, tensors, prefix, "weight_scale_2", divides=False)
             used |= {f"{prefix}.{suffix}" for suffix in ("weight", "weight_scale", "weight_scale_2", "input_scale")}
-    return (
-        sources,
-        used,
-        [ACTIVATIONS],
-    )
+    return sources, used, [ACTIVATIONS]
 
 
 @dataclass(frozen=True)
-class TableOf16:
-    """A bitsandbytes weight [outputs, inputs] of 4-bit indices into a table of 16 floats; it is read as floats."""
+class Mxfp4Experts:
+    """The MXFP4 weight [experts, outputs, inputs] of a layer's experts, with gate rows before up rows."""
 
-    weight: TensorEntry
-    table: TensorEntry
-    scale: TensorEntry
-    nested: tuple[TensorEntry, TensorEntry] | None  # table and scales of the scales, if these are quantized too
-    shape: tuple[int, int]
-    block: int
-    nested_block: int
-    offset: float  # number that is added to quantized scales
-    packing: None = None
+    name: str  # parameter of the model
+    weight: TensorEntry  # numbers, two in a byte
+    scale: TensorEntry  # exponents
+    packing: PackedFormat = MXFP4  # format of the weight in an artifact
 
     @property
-    def name(self) -> str:
-        return self.weight.name
+    def full_shape(self) -> tuple[int, int, int]:
+        experts, outputs, groups, _ = self.weight.shape
+        return experts, outputs, groups * GROUP
 
-    @cached_property
-    def _scales(self) -> NDArray[np.float32]:
-        scale = whole(self.scale).reshape(-1)
-        if self.nested is not None:
-            table, own = map(whole, self.nested)
-            scale = table[scale] * np.repeat(own, self.nested_block)[: scale.size] + np.float32(self.offset)
-        return scale.astype(np.float32)
+    @property
+    def shape(self) -> tuple[int, int]:
+        experts, outputs, inputs = self.full_shape
+        return experts * outputs, inputs
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        (n, k), table = self.shape, whole(self.table).astype(np.float32)
-        scale = self._scales
-        for rows in row_blocks(n, 4 * k, BLOCK_BYTES):
-            first, end = rows.start * k, rows.stop * k
-            with self.weight.file.open("rb") as stream:
-                stored = np.frombuffer(read_at(self.weight, stream, range(first // 2, end // 2)), np.uint8)
-            numbers = np.stack([stored >> 4, stored & 15], axis=-1).reshape(-1)
-            values = table[numbers] * scale[np.arange(first, end) // self.block]
-            yield {"weight": values.reshape(len(rows), k)}
-
-    def order(self) -> NDArray[np.int64]:
-        raise NotImplementedError
+        experts, outputs, inputs = self.full_shape
+        for expert in range(experts):
+            one = range(expert, expert + 1)
+            stored = byte_rows(self.weight, one).reshape(outputs, inputs // 2)
+            exponents = byte_rows(self.scale, one).reshape(outputs, inputs // GROUP)
+            if (exponents == 255).any():
+                raise UsageError(f"tensor {self.scale.name!r} has scales that are NaN", "download the checkpoint again")
+            if self.name.endswith(INTERLEAVED):
+                stored, exponents = (np.concatenate([x[0::2], x[1::2]]) for x in (stored, exponents))
+            yield {"weight": stored, "exponent": exponents}
 
 
-def read_bitsandbytes(config: Mapping[str, Any], tensors: Tensors) -> Read:
-    """Return the 4-bit weights of a bitsandbytes checkpoint, which are cast to floats when the artifact is written."""
-    if not config.get("load_in_4bit"):
-        raise refused("bitsandbytes of 8 bits")
+def read_mxfp4(_: Mapping[str, Any], tensors: Tensors) -> Read:
     sources: dict[str, Source] = {}
     used: set[str] = set()
-    for name in tensors:
-        kind = next(
-            (kind for kind in ("nf4", "fp4") if name.endswith(f".weight.quant_state.bitsandbytes__{kind}")), None
-        )
-        if kind is not None:
-            weight = name.removesuffix(f".quant_state.bitsandbytes__{kind}")
-            sources[weight] = _table_of_16(tensors, weight, tensors[name])
-            used |= {other for other in tensors if other == weight or other.startswith(f"{weight}.")}
-    note = (
-        f"{len(sources)} weights in bitsandbytes' 4 bits are cast to model.dtype, or rounded where weights.bits says so"
-    )
-    return sources, used, [note]
-
-
-def _table_of_16(tensors: Tensors, name: str, state: TensorEntry) -> TableOf16:
-    try:
-        fields = json.loads(b"".join(read_blocks(state)))
-        n, k = (int(size) for size in fields["shape"])
-        block, nested_block = int(fields["blocksize"]), int(fields.get("nested_blocksize", 0))
-        offset = float(fields["nested_offset"]) if nested_block else 0.0
-    except (ValueError, KeyError, TypeError) as error:
-        raise wrong(state, f"what bitsandbytes writes of a weight ({type(error).__name__}: {error})") from error
-    weight = require(tensors, name, state.name)
-    if min(n, k, block) < 1 or nested_block < 0 or k % 2:
-        raise wrong(state, "sizes above 0, an even number of inputs")
-    blocks = -(-n * k // block)
-    require_shape(weight, ("U8",), (n * k // 2, 1))
-    table, scale = (require(tensors, f"{name}.{suffix}", name) for suffix in ("quant_map", "absmax"))
-    require_shape(table, ("F32",), (16,))
-    require_shape(scale, ("U8",) if nested_block else ("F32",), (blocks,))
-    nested = None
-    if nested_block:
-        nested = (require(tensors, f"{name}.nested_quant_map", name), require(tensors, f"{name}.nested_absmax", name))
-        require_shape(nested[0], ("F32",), (256,))
-        require_shape(nested[1], ("F32",), (-(-blocks // nested_block),))
-    return TableOf16(weight, table, scale, nested, (n, k), block, nested_block, offset)
+    for name, entry in tensors.items():
+        if not name.endswith(BLOCKS):
+            continue
+        parameter = name.removesuffix(BLOCKS)
+        if entry.dtype != "U8" or len(entry.shape) != 4 or entry.shape[3] != GROUP // 2:
+            raise wrong(entry, f"U8 [experts, outputs, groups, {GROUP // 2}]")
+        scale = require(tensors, parameter + SCALES, name)
+        require_shape(scale, ("U8",), entry.shape[:3])
+        sources[parameter] = Mxfp4Experts(parameter, entry, scale)
+        used |= {name, scale.name}
+    return sources, used, []

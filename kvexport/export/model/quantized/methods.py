@@ -9,8 +9,7 @@ from typing import Any
 
 from kvexport.errors import UsageError
 from kvexport.export.model.quantized.columns import read_columns
-from kvexport.export.model.quantized.float4 import read_bitsandbytes, read_nvfp4
-from kvexport.export.model.quantized.mxfp4 import read_mxfp4
+from kvexport.export.model.quantized.float4 import read_mxfp4, read_nvfp4
 from kvexport.export.model.quantized.reading import Read, Tensors, refused
 from kvexport.export.model.quantized.rows import read_compressed, read_float8
 
@@ -22,16 +21,12 @@ _READERS = {
     "fp8": read_float8,
     "modelopt fp8": read_float8,
     "modelopt nvfp4": read_nvfp4,
-    "bitsandbytes": read_bitsandbytes,
     "mxfp4": read_mxfp4,
 }
 
 
 def quantization_of(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return what a checkpoint says of its quantized weights; None if its weights are not quantized.
-
-    The description is in config.json, in the text_config there, or in ModelOpt's hf_quant_config.json.
-    """
+    """Return what config.json or ModelOpt's own file says of quantized weights; None if they are not."""
     section: Any = None
     for candidate in (config, config.get("text_config")):
         if isinstance(candidate, Mapping):

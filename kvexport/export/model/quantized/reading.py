@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvexport.errors import UsageError
 from kvexport.export.model.tensors import Source
 from kvexport.tensor_files.casting import read_blocks, shrunk
-from kvexport.tensor_files.entry import TensorEntry
+from kvexport.tensor_files.shards import TensorEntry
 
 Array = NDArray[Any]
 Tensors = Mapping[str, TensorEntry]

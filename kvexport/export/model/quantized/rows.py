@@ -34,8 +34,8 @@ from kvexport.export.model.quantized.reading import (
 )
 from kvexport.export.model.tensors import Source
 from kvexport.ops.packed import PackedFormat, pack
-from kvexport.tensor_files.casting import BLOCK_BYTES, read_at, row_blocks
-from kvexport.tensor_files.entry import TensorEntry
+from kvexport.tensor_files.casting import BLOCK_BYTES, byte_rows, row_blocks
+from kvexport.tensor_files.shards import TensorEntry
 
 _FLOATS = ("F16", "BF16", "F32")
 _FP8 = "F8_E4M3"
@@ -61,10 +61,9 @@ class RowPacked:
         in_words = self.weight.dtype == "I32"
         scale = np.broadcast_to(require_scales(self.scale.name, whole(self.scale)), (n, k // self.packing.group))
         zero = None if self.zero is None else _signed_zeros(self.zero, n, bits)
-        order = self.order() if self.packing.ordered else None
+        order = None if self.g_idx is None else groups_in_order(self.g_idx, self.packing.group)
         for rows in row_blocks(n, k * bits // 8, BLOCK_BYTES):
-            with self.weight.file.open("rb") as stream:
-                stored = np.frombuffer(read_at(self.weight, stream, rows), np.uint8).reshape(len(rows), -1)
+            stored = byte_rows(self.weight, rows)
             if in_words:  # numbers plus half of the range: two's complement with the upper bit inverted
                 stored = stored ^ np.uint8(0x88 if bits == 4 else 0x80)
             if order is not None:
@@ -72,13 +71,8 @@ class RowPacked:
                 stored = pack(numbers[:, order], bits)
             block_rows = slice(rows.start, rows.stop)
             block = {"weight": stored, "scale": scale[block_rows]}
+            block |= {"order": order} if order is not None else {}
             yield block if zero is None else {**block, "zero": zero[block_rows]}
-
-    def order(self) -> NDArray[np.int64]:
-        assert self.g_idx is not None
-        order = groups_in_order(self.g_idx, self.packing.group)
-        assert order is not None
-        return order
 
 
 def _signed_zeros(entry: TensorEntry, n: int, bits: int) -> NDArray[np.int8]:
@@ -93,10 +87,7 @@ def _signed_zeros(entry: TensorEntry, n: int, bits: int) -> NDArray[np.int8]:
 
 @dataclass(frozen=True)
 class Float8:
-    """A weight of 8-bit floats [outputs, inputs], which is read as float32.
-
-    `block` is how many rows and how many columns share a scale.
-    """
+    """A weight of 8-bit floats [outputs, inputs], read as float32; `block` rows and columns share a scale."""
 
     weight: TensorEntry
     scale: TensorEntry
@@ -118,13 +109,8 @@ class Float8:
         scale = require_scales(self.scale.name, whole(self.scale)).astype(np.float32)
         scale = scale.reshape(-(-n // tall), -(-k // wide))
         for rows in row_blocks(n, 4 * k, BLOCK_BYTES):
-            with self.weight.file.open("rb") as stream:
-                stored = np.frombuffer(read_at(self.weight, stream, rows), np.uint8).reshape(len(rows), k)
             own = scale[np.arange(rows.start, rows.stop) // tall]
-            yield {"weight": float8_values()[stored] * np.repeat(own, wide, axis=1)[:, :k]}
-
-    def order(self) -> NDArray[np.int64]:
-        raise NotImplementedError
+            yield {"weight": float8_values()[byte_rows(self.weight, rows)] * np.repeat(own, wide, axis=1)[:, :k]}
 
 
 def read_compressed(config: Mapping[str, Any], tensors: Tensors) -> Read:

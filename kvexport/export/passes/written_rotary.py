@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
-from kvexport.export.passes.linear.forms import linear_of
+from kvexport.export.passes.forms import linear_of
 from kvexport.export.passes.nodes import dims, is_op, known_shape, producer, replace, show
 from kvexport.export.passes.report import Rewrite
 
@@ -30,10 +30,7 @@ class Match(NamedTuple):
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """Return the matches of a rotary embedding at an Add node: a sum of two products.
-
-    One product has an output of a Linear as a factor, the other a Concat of a Neg and another value.
-    """
+    """Return the sums of two products: of an output of a Linear, and of a Concat of a Neg and another value."""
     matches = []
     for i in (0, 1):
         straight, crossed = (producer(node, j, "Mul") if is_op(node, "Add") else None for j in (i, 1 - i))
@@ -49,10 +46,7 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why a sum of two products is no rotary embedding; "" if it is one.
-
-    The halves of the heads must be swapped, and each table of cosines or sines must have two equal halves.
-    """
+    """Return why a sum of two products is no rotary embedding; "" if it is one."""
     if not _swaps_halves(match.swapped, match.heads):
         return f"{match.swapped.name} is not (-second half, first half) of the last dimension of its heads"
     for table in match.tables:
@@ -79,10 +73,7 @@ def _swaps_halves(concat: ir.Node, x: ir.Value) -> bool:
 
 
 def _slices(node: ir.Node, x: ir.Value, start: int, end: int) -> bool:
-    """Return whether a Slice takes the elements start <= i < end of the last dimension of x [B, H, T, D].
-
-    An end above the size of the dimension stands for that size.
-    """
+    """Return whether a Slice takes the elements start <= i < end of the last dimension of x [B, H, T, D]."""
     limits = [
         value.const_value.numpy().ravel().tolist()
         for value in node.inputs[1:]
@@ -95,10 +86,7 @@ def _slices(node: ir.Node, x: ir.Value, start: int, end: int) -> bool:
 
 
 def _not_of_one_half(table: ir.Value | None, heads: ir.Value) -> str:
-    """Return why a table of cosines or sines may not be [B, 1, T, D] of two equal halves; "" if it is.
-
-    `heads` [B, H, T, D] are the heads that the table rotates.
-    """
+    """Return why a table for `heads` [B, H, T, D] may not be [B, 1, T, D] of two equal halves; "" if it is."""
     if table is None:
         return "a table is left out"
     shape = known_shape(heads)

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 
 from kvexport.export.passes import DECODER_PASSES, LAST_ROWS, SHARED_INPUT
-from kvexport.export.passes.linear.forms import linear_functions
+from kvexport.export.passes.forms import linear_functions
 from kvexport.export.passes.report import PassReport, run_passes
 
 ONE_PRODUCT = DECODER_PASSES[: DECODER_PASSES.index(LAST_ROWS)]

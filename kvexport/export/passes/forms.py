@@ -1,4 +1,4 @@
-"""Functions of graph passes that read the attributes of a Linear node, and replace it by a Linear of more steps."""
+"""What a Linear or Experts node computes, by its attributes, and a new Linear node of more steps in its place."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import onnx_ir as ir
 
 from kvexport.export.passes import nodes as graph_nodes
 from kvexport.export.passes.nodes import is_op, known_shape, producer
+from kvexport.ops.experts import ExpertsForm
 from kvexport.ops.linear import Form, linear_function
 from kvexport.ops.onnx_function import DOMAIN
 
 OP_TYPES = ("Linear", "AdaptedLinear")
-READ_TWICE = "its product is read by other nodes too"
 
 
 def linear_functions(graph: ir.Graph) -> list[onnx.FunctionProto]:
@@ -43,12 +43,17 @@ def linear_of(node: ir.Node, i: int) -> ir.Node | None:
 
 
 def form_of(linear: ir.Node) -> Form:
-    values: dict[str, Any] = {}
-    for name in vars(Form()):
-        if name in linear.attributes:  # attributes of packed weights exist only in nodes with such a weight
-            value = linear.attributes[name].value
-            values[name] = tuple(value) if isinstance(value, (list, tuple)) else value
-    return Form(**values)
+    return Form(**_attributes(linear, Form()))
+
+
+def experts_form_of(node: ir.Node) -> ExpertsForm:
+    return ExpertsForm(**_attributes(node, ExpertsForm()))
+
+
+def _attributes(node: ir.Node, form: Form | ExpertsForm) -> dict[str, Any]:
+    """Return the fields of a form that a node has as attributes; those of packed weights only some nodes have."""
+    values = {name: node.attributes[name].value for name in vars(form) if name in node.attributes}
+    return {name: tuple(x) if isinstance(x, (list, tuple)) else x for name, x in values.items()}
 
 
 def steps_of(linear: ir.Node) -> Form:
@@ -89,10 +94,7 @@ def outputs_of(linear: ir.Node) -> int | str:
 
 
 def operands(node: ir.Node, op_type: str) -> list[tuple[ir.Node, ir.Value]]:
-    """Return (Linear node, the other input) for each of a node's two inputs that a Linear node computes.
-
-    The result is empty if the node is not of type `op_type`.
-    """
+    """Return (Linear node, the other input) for each input of an `op_type` node that a Linear node computes."""
     if not is_op(node, op_type) or len(node.inputs) != 2:
         return []
     pairs = [(linear_of(node, i), node.inputs[1 - i]) for i in (0, 1)]

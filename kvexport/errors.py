@@ -85,7 +85,9 @@ _NO_MEMORY = (
 def lacks_files(error: BaseException | None) -> bool:
     """Return whether an exception, or one that it came from, was raised because too many files were open."""
     while error is not None:
-        if (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)) or _TOO_MANY in str(error):
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        if not isinstance(error, KvexportError) and _TOO_MANY in str(error):  # kvexport's errors may quote a user's text
             return True
         error = error.__cause__ or error.__context__
     return False

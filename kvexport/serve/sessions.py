@@ -71,11 +71,8 @@ class Sessions:
             raise UsageError("sessions cannot be shared without a folder", "--session-folder DIR")
         memory, disk = settings.session_memory, settings.session_disk
         self.store = SessionStore(manifest, memory=memory, folder=folder, disk=disk, shared=settings.session_shared)
-        self.memory_bytes, self.disk_bytes, self.known = (
-            0,
-            self.store.disk_bytes,
-            self.store.known,
-        )  # at the last access
+        # As of the latest access
+        self.memory_bytes, self.disk_bytes, self.known = 0, self.store.disk_bytes, self.store.known
         self._manifest, self._settings = manifest, settings
         # One thread runs all work in the order of its arrival, even the work whose client has gone meanwhile: the state
         # of a turn is never written after the next turn has begun.

@@ -87,7 +87,7 @@ def lacks_files(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             return True
-        if not isinstance(error, KvexportError) and _TOO_MANY in str(error):  # kvexport's errors may quote a user's text
+        if not isinstance(error, KvexportError) and _TOO_MANY in str(error):  # ours may quote a user's text
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -5,6 +5,9 @@ A command of kvexport that fails exits with the exit code of the error's class.
 
 from __future__ import annotations
 
+import errno
+import os
+
 
 class KvexportError(Exception):
     """The base of all errors meant for a user.
@@ -65,6 +68,7 @@ class EngineEndedError(KvexportError):
     """The error for a call of an engine whose thread has ended, so that it can run no request."""
 
 
+_TOO_MANY = os.strerror(errno.EMFILE)  # libraries put it into errors of their own types
 # torch and ONNX Runtime raise errors of their own types.
 _NO_MEMORY = (
     "bad_alloc",
@@ -76,6 +80,17 @@ _NO_MEMORY = (
     "can't start new thread",  # each thread has a stack
     "pthread_create failed",
 )
+
+
+def lacks_files(error: BaseException | None) -> bool:
+    """Return whether an exception, or one that it came from, was raised because too many files were open."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        if not isinstance(error, KvexportError) and _TOO_MANY in str(error):  # ours may quote a user's text
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def lacks_memory(error: BaseException) -> bool:

@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -288,13 +289,35 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
 }
 
 
+def slow_grammars(server: Target) -> str:
+    """Send 20 grammars whose compilation ends at its limit of time, and requests without one beside them."""
+    forms = [{"json": {"type": "integer", "multipleOf": 16_777_213 + 2 * i}} for i in range(20)]
+    with ThreadPoolExecutor(len(forms)) as pool:
+        slow = [pool.submit(server.post, CHAT, _json(**HELLO, structured_outputs=form), 600) for form in forms]
+        longest, ended = 0.0, False
+        while not ended:
+            ended, begun = all(one.done() for one in slow), time.monotonic()
+            if (status := server.post(COMPLETE, _json(prompt="a", max_tokens=2))) != 200:
+                return f"a request without a grammar was answered {status}"
+            longest = max(longest, time.monotonic() - begun)
+            time.sleep(0.05)
+        if longest > 1:
+            return f"a request without a grammar took {longest:.1f} s"
+        statuses = {one.result() for one in slow}
+    return "" if statuses == {400} else f"slow grammars were answered {statuses}"
+
+
+# Attacks that take too long for the tests.
+LONG: dict[str, Callable[[], Attack]] = {"20 slow grammars": lambda: slow_grammars}
+
+
 def run_attack(server: Target, name: str, base: int) -> tuple[str, float]:
     """Run one attack beside a reader.
 
     Returns:
         The failure or "", and the reader's longest gap in seconds.
     """
-    attack, reader = ATTACKS[name](), Reader(server)
+    attack, reader = (ATTACKS | LONG)[name](), Reader(server)
     reader.start()
     while reader.pieces < 50 and reader.is_alive():
         time.sleep(0.005)
@@ -355,6 +378,11 @@ def main() -> None:
                     print(f"{name}: {problem}", file=sys.stderr)
             if time.monotonic() > end:
                 break
+        for name in LONG:
+            problem, gap = run_attack(server, name, base)
+            if problem:
+                print(f"{name}: {problem}", file=sys.stderr)
+            rows[name] = {"tries": 1, "longest gap s": round(gap, 3), "failures": int(bool(problem))}
         problem = drains(server)
     rows["a signal beside a half-sent body"] = {"tries": 1, "longest gap s": 0.0, "failures": int(bool(problem))}
     size = log.stat().st_size

@@ -2,12 +2,14 @@
 
     python benchmarks/correctness/clients.py --python VENV/bin/python [--python VENV2/bin/python] [--node FOLDER]
     python benchmarks/correctness/clients.py --python VENV/bin/python --client "Open WebUI"
+    python benchmarks/correctness/clients.py --python VENV/bin/python --model ARTIFACT
 
 The server runs the tests' tiny random model, so a grammar enforces tool calls and structured answers, and the text of a
-chat is any text. Every client runs in a process of its own: a Python client with the first interpreter `--python` in
-whose environment it is installed, and the AI SDK with node, from the folder whose node_modules has `ai`,
-`@ai-sdk/openai-compatible` and `zod`. A client that is not installed is left out. `--client` tries one client alone,
-and saves its row in a file of its own.
+chat is any text. With `--model` it serves another model, such as a build of Qwen2.5-Coder-1.5B-Instruct, which chooses
+its tool calls itself where a client allows that (`tool_choice: auto`). Every client runs in a process of its own: a
+Python client with the first interpreter `--python` in whose environment it is installed, and the AI SDK with node, from
+the folder whose node_modules has `ai`, `@ai-sdk/openai-compatible` and `zod`. A client that is not installed is left
+out. `--client` tries one client alone, and saves its row in a file of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-MODEL, KEY, QUESTION, TOKENS = "tiny", "none", "how is the weather", 1000
+MODEL, KEY, QUESTION, TOKENS = "tiny", "none", "how is the weather in paris", 1000
+CHOICE: Any = os.environ.get("CLIENTS_TOOL_CHOICE", "required")
 CITY = {
     "type": "object",
     "properties": {"city": {"enum": ["paris", "rome"]}},
@@ -81,7 +84,7 @@ def openai(url: str) -> dict[str, Callable[[], bool]]:
 
     def tool() -> bool:
         tools: Any = [TOOL]
-        answer = complete(model=MODEL, messages=messages, max_tokens=TOKENS, tools=tools, tool_choice="required")
+        answer = complete(model=MODEL, messages=messages, max_tokens=TOKENS, tools=tools, tool_choice=CHOICE)
         call: Any = (answer.choices[0].message.tool_calls or [])[0]
         return json.loads(call.function.arguments)["city"] in ("paris", "rome")
 
@@ -92,6 +95,32 @@ def openai(url: str) -> dict[str, Callable[[], bool]]:
 
     chat = complete(model=MODEL, messages=messages, max_tokens=24).choices[0].message
     return {"chat": lambda: bool(chat.content), "stream": stream, "tool": tool, "structured": structured}
+
+
+def anthropic(url: str) -> dict[str, Callable[[], bool]]:
+    """Return the checks of Anthropic's own client by name, for the server at `url`."""
+    from anthropic import Anthropic
+
+    create: Any = Anthropic(base_url=url, api_key=KEY).messages
+    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}]}
+    form = {"type": "json_schema", "schema": CITY}
+
+    def stream() -> bool:
+        with create.stream(**asked, max_tokens=24) as events:
+            return sum(1 for _ in events.text_stream) > 1
+
+    def tool() -> bool:
+        tools = [{"name": "weather", "description": "forecast", "input_schema": CITY}]
+        choice = {"type": "auto" if CHOICE == "auto" else "any"}
+        answer = create.create(**asked, max_tokens=TOKENS, tools=tools, tool_choice=choice)
+        return next(block for block in answer.content if block.type == "tool_use").input["city"] in ("paris", "rome")
+
+    def structured() -> bool:
+        answer = create.create(**asked, max_tokens=TOKENS, extra_body={"output_config": {"format": form}})
+        return json.loads(answer.content[0].text)["city"] in ("paris", "rome")
+
+    chat = create.create(**asked, max_tokens=24).content[0]
+    return {"chat": lambda: bool(chat.text), "stream": stream, "tool": tool, "structured": structured}
 
 
 def langchain(url: str) -> dict[str, Callable[[], bool]]:
@@ -105,7 +134,7 @@ def langchain(url: str) -> dict[str, Callable[[], bool]]:
     return {
         "chat": lambda: bool(short.invoke(QUESTION).content),
         "stream": lambda: sum(bool(chunk.content) for chunk in short.stream(QUESTION)) > 1,
-        "tool": lambda: bool(long.bind_tools([TOOL], tool_choice="required").invoke(QUESTION).tool_calls[0]["args"]),
+        "tool": lambda: bool(long.bind_tools([TOOL], tool_choice=CHOICE).invoke(QUESTION).tool_calls[0]["args"]),
         "structured": lambda: isinstance(
             long.with_structured_output(form, method="json_schema").invoke(QUESTION), form
         ),
@@ -127,7 +156,7 @@ def llama_index(url: str) -> dict[str, Callable[[], bool]]:
         return str(days)
 
     def tool() -> bool:
-        response = long.chat_with_tools([FunctionTool.from_defaults(weather)], QUESTION, tool_required=True)
+        response = long.chat_with_tools([FunctionTool.from_defaults(weather)], QUESTION, tool_required=CHOICE != "auto")
         return bool(long.get_tool_calls_from_response(response))
 
     messages = [ChatMessage(role="user", content=QUESTION)]
@@ -149,7 +178,7 @@ def litellm(url: str) -> dict[str, Callable[[], bool]]:
     complete: Any = client.completion
 
     def tool() -> bool:
-        answer = complete(**options, max_tokens=TOKENS, tools=[TOOL], tool_choice="required")
+        answer = complete(**options, max_tokens=TOKENS, tools=[TOOL], tool_choice=CHOICE)
         return "city" in json.loads(answer.choices[0].message.tool_calls[0].function.arguments)
 
     def structured() -> bool:
@@ -322,6 +351,7 @@ def open_webui(url: str) -> dict[str, Callable[[], bool]]:
 # The package of each Python client, its module, and its checks.
 CLIENTS: dict[str, tuple[str, str, Callable[[str], dict[str, Callable[[], bool]]]]] = {
     "OpenAI": ("openai", "openai", openai),
+    "Anthropic": ("anthropic", "anthropic", anthropic),
     "LangChain": ("langchain-openai", "langchain_openai", langchain),
     "LlamaIndex": ("llama-index-llms-openai-like", "llama_index.llms.openai_like", llama_index),
     "litellm": ("litellm", "litellm", litellm),
@@ -374,8 +404,12 @@ def run_ai_sdk(folder: Path, url: str) -> dict[str, str]:
     return {"package": "ai", "version": version, **outcomes}
 
 
-def serve(folder: Path) -> subprocess.Popen[str]:
-    """Start a server of the tests' tiny model with a tokenizer and a chat template for tools."""
+def serve(folder: Path, artifact: Path | None) -> subprocess.Popen[str]:
+    """Start a server of an artifact, or of the tests' tiny model with a tokenizer and a chat template for tools."""
+    if artifact is not None:
+        command = [sys.executable, "-m", "kvexport", "serve", str(artifact), "--port", "0", "--name", MODEL]
+        os.environ["CLIENTS_TOOL_CHOICE"] = "auto"  # the clients inherit it
+        return subprocess.Popen([*command, "--drain", "0"], stdout=subprocess.PIPE, text=True)
     import kvexport
     from kvexport.recipe.fields import Recipe
     from tests.support.json_model import TEMPLATE, json_tokenizer
@@ -397,6 +431,7 @@ def main() -> None:
     parser.add_argument("--python", action="append")
     parser.add_argument("--node", type=Path)
     parser.add_argument("--client", choices=CLIENTS)
+    parser.add_argument("--model", type=Path, metavar="ARTIFACT")
     parser.add_argument("--url", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.url:
@@ -406,7 +441,7 @@ def main() -> None:
 
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        server = serve(Path(folder))
+        server = serve(Path(folder), options.model)
         try:
             assert server.stdout is not None
             url = server.stdout.readline().strip()
@@ -421,7 +456,8 @@ def main() -> None:
             server.send_signal(signal.SIGTERM)
             server.wait(60)
     print(json.dumps(results, indent=1))
-    print(save(f"clients-{options.client.lower().replace(' ', '-')}" if options.client else "clients", results))
+    parts = ["clients", options.model and options.model.name.lower(), options.client and options.client.lower()]
+    print(save("-".join(part.replace(" ", "-") for part in parts if part), results))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvexport.commands.process import Terminated
-from kvexport.errors import EnvironmentProblem, KvexportError, UsageError, lacks_memory
+from kvexport.errors import EnvironmentProblem, KvexportError, UsageError, lacks_files, lacks_memory
 
 INTERRUPTED = 128 + 2  # a shell's exit code for a process that SIGINT ended; below that for SIGPIPE
 PIPE_CLOSED = 128 + 13
@@ -56,7 +56,7 @@ def report(error: BaseException, *, debug: bool = False) -> int:
     if isinstance(error, KeyboardInterrupt):
         _say("\ninterrupted")
         return INTERRUPTED
-    known = error if isinstance(error, KvexportError) else _known_problem(error)
+    known = _too_many_files(error) or (error if isinstance(error, KvexportError) else _known_problem(error))
     if debug:
         _say("".join(traceback.format_exception(error)).rstrip())
     if known is not None:
@@ -66,6 +66,17 @@ def report(error: BaseException, *, debug: bool = False) -> int:
     if not debug:
         _say(f"  this is a defect of kvexport; {_write_log(error)}")
     return KvexportError.exit_code
+
+
+def _too_many_files(error: BaseException) -> KvexportError | None:
+    """Return the error to show if too many files are open: it looks like a damaged file, or one that cannot be read."""
+    if not lacks_files(error):
+        return None
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    problem = f"this process may open {limit} files at once, and needs more: {_summary(error)}"
+    return EnvironmentProblem(problem, f"ulimit -n {max(1024, 2 * limit)}")
 
 
 def _known_problem(error: BaseException) -> KvexportError | None:

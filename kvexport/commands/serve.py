@@ -184,6 +184,8 @@ def serve(
     address = _supervised() if supervised else sys.stdout
     keys = keys_of(host, api_key)
     _log(log_level)
+    if supervised:  # the server that forwards the requests logs them
+        logging.getLogger("kvexport.serve.requests").disabled = True
     from kvexport.packages import require
 
     require("serve")

@@ -49,6 +49,9 @@ def response_form(fields: Any, where: str = "response_format") -> Grammar | None
 
 def structured_form(fields: Mapping[str, Any] | None, where: str = "structured_outputs") -> Grammar | None:
     """Return the grammar of vLLM's request field `structured_outputs`; None for free text."""
+    for key, value in (fields or {}).items():
+        if key not in _STRUCTURED and value is not None and value is not False:  # it would change the answer
+            raise UsageError(f"{where}: {key[:40]} is not supported", f"give one of {', '.join(_STRUCTURED)}")
     values = {key: fields[key] for key in _STRUCTURED if fields.get(key) is not None} if fields else {}
     if not values:
         return None

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from kvexport.bounded_json import read_json
 from kvexport.language.text_stream import overlap
 
 _SPACE = " \t\r\n"
@@ -296,6 +297,6 @@ class TaggedParser(CallParser):
         if kinds == "string":
             return text
         try:
-            return json.loads(_CONSTANTS.get(text.strip(), text), parse_constant=str)
-        except (ValueError, RecursionError):
+            return read_json(_CONSTANTS.get(text.strip(), text))
+        except ValueError:
             return text

@@ -145,8 +145,8 @@ async def _traced(service: Service, handler: Handler, request: Request) -> Respo
 async def _answer(handler: Bound, request: Request) -> Response:
     try:
         response = await handler(request)
-        if ignored := getattr(request.state, "ignored", ""):
-            response.headers[IGNORED] = ignored
+        if ignored := getattr(request.state, "ignored", ()):
+            response.headers[IGNORED] = ", ".join(ignored)
         return response
     except ClientGone:
         return Response(status_code=499)  # the client has disconnected, so nobody reads this response

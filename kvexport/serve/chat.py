@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 from starlette.requests import Request
@@ -40,7 +40,7 @@ class ChatBody(Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: str | None = None
     modalities: Texts | None = None
     audio: dict[str, Any] | None = None
     functions: list[Any] | None = None
@@ -59,7 +59,7 @@ class ChatBody(Sampling):
         turn = turn_of(request, self.session_id, self.n or 1)
         messages = template_messages(self.messages)
         continued = continuation(messages, self.continue_final_message, self.add_generation_prompt)
-        variables = {**effort(self.reasoning_effort), **own, **continued}
+        variables = {**effort(self.reasoning_effort, "reasoning_effort"), **own, **continued}
         parallel = self.parallel_tool_calls is not False
         return Conversation(messages, self.tools or [], self.tool_choice, parallel, variables, self.form(), turn)
 
@@ -72,6 +72,8 @@ async def chat_completions(service: Service, request: Request) -> Response:
     limit = body.max_completion_tokens or body.max_tokens
     conversation = body.conversation(request)
     conversation.adapter = service.adapter(body.model)
+    own = {f"chat_template_kwargs.{name}": [name] for name in body.chat_template_kwargs or ()}
+    service.name_unread(request, {"reasoning_effort": effort(body.reasoning_effort, "reasoning_effort"), **own})
     prepared = await service.requests_for(conversation, body, limit, logprobs=logprobs)
     texts = TokenTexts(service.engine.tokenizer) if body.logprobs else None
     head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}

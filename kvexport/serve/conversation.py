@@ -41,8 +41,9 @@ class Prepared:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The HTTP headers of the response: if the session's stored state was lost, a header tells why."""
-        return {RESTARTED: self.turn.lost} if self.turn is not None and self.turn.lost else {}
+        """The HTTP headers of the response: the number of its first request, and why a session's state was lost."""
+        lost = {RESTARTED: self.turn.lost} if self.turn is not None and self.turn.lost else {}
+        return {NUMBER: str(self.requests[0].id), **lost}
 
     def answers(self) -> list[Answer]:
         """Return an empty answer for each engine request, to be filled while tokens arrive."""
@@ -64,6 +65,7 @@ class Prepared:
         return answers
 
 
+NUMBER = "X-Request-Number"  # a response header with the number of its request, which /stats shows beside the lane
 _TEXT = ("text", "input_text", "output_text")
 _TAKEN = {"self", "engine", "snapshot", "messages", "tools"}
 _ROLES = {"developer": "system"}  # chat templates know OpenAI's older name
@@ -104,11 +106,17 @@ def continuation(messages: Sequence[Mapping[str, Any]], asked: bool | None, new_
     return {"continue_final_message": True} if continues else {}
 
 
-def effort(asked: str | None) -> dict[str, Any]:
-    """Return the chat template's variables for `reasoning_effort`; "none" ends the reasoning of Qwen and DeepSeek."""
+_EFFORTS = {"none": "none", "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
+_EFFORTS["max"] = "high"  # Anthropic's name
+
+
+def effort(asked: Any, where: str) -> dict[str, Any]:
+    """Return the chat template's variables for a reasoning effort; "none" ends the reasoning of Qwen and DeepSeek."""
     if asked is None:
         return {}
-    known = {"minimal": "low", "xhigh": "high"}.get(asked, asked)
+    if not isinstance(asked, str) or asked not in _EFFORTS:
+        raise ApiError(400, f"{where}: expected one of {', '.join(_EFFORTS)}", param=where, code="invalid_value")
+    known = _EFFORTS[asked]
     return {"reasoning_effort": known, **({"enable_thinking": False, "thinking": False} if asked == "none" else {})}
 
 

@@ -12,6 +12,7 @@ from kvexport.errors import (
     KvexportError,
     QueueFullError,
     UsageError,
+    lacks_files,
 )
 
 _FIELD = re.compile(r"([a-z_]+(?:\.[a-z0-9_]+)*): ")  # at the start of a message about one field of a request
@@ -49,10 +50,17 @@ def engine_failed() -> ApiError:
     return ApiError(500, "the engine has failed; the server's log says why", code="engine_failed")
 
 
+def no_files() -> ApiError:
+    """Return the HTTP error for a request that found no file descriptor left in the server."""
+    return overloaded("the server has too many files open: it needs a larger limit (ulimit -n), or fewer clients", 5)
+
+
 def api_error(error: BaseException) -> ApiError:
     """Return the HTTP error that a client sees for an exception."""
     if isinstance(error, ApiError):
         return error
+    if lacks_files(error):
+        return no_files()
     if isinstance(error, UsageError):
         field = _FIELD.match(error.problem)
         message = f"{error.problem} ({error.fix})" if error.fix else error.problem

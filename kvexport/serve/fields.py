@@ -2,15 +2,15 @@
 
 The server refuses a field of a wrong type, a field out of range, and a known field that it does not support and that
 would change the answer. It ignores an unknown field, as vLLM does, because clients send fields of other servers. A
-header of the response names the ignored fields.
+header of the response names the ignored fields, those within other fields too.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -42,7 +42,17 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
+    # Keys that the server reads of the fields that are objects of another API's form
+    KEYS: ClassVar[Mapping[str, Collection[str]]] = {}
+
     model: str | None = None
+
+    def ignored(self) -> list[str]:
+        """Return the names of the request's fields that the server does not know."""
+        names = [*(self.model_extra or ())]
+        for field, known in self.KEYS.items():
+            names += [f"{field}.{key}" for key in dict(getattr(self, field) or {}) if key not in known]
+        return names
 
 
 def _few(biases: Any) -> Any:
@@ -55,13 +65,15 @@ def _few(biases: Any) -> Any:
 class StreamOptions(BaseModel):
     """Schema of OpenAI's request object `stream_options`."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="allow")
 
     include_usage: bool | None = None
 
 
 class Sampling(Body):
     """Schema of the sampling fields that OpenAI's chat and completion bodies share, with vLLM's additions."""
+
+    KEYS: ClassVar[Mapping[str, Collection[str]]] = {"stream_options": ("include_usage",)}
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -141,7 +153,7 @@ class Sampling(Body):
         return None if engine.generation_config.get("top_k") is not None else 0
 
 
-B = TypeVar("B", bound=BaseModel)
+B = TypeVar("B", bound=Body)
 
 
 def parse(kind: type[B], data: bytes) -> B:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 from starlette.requests import Request
@@ -16,7 +16,7 @@ from kvexport.language.answer import Delta
 from kvexport.language.forms import response_form
 from kvexport.language.reasoning import thinks
 from kvexport.serve.answers import kv_cache_of, stop_string
-from kvexport.serve.conversation import Conversation, Prepared, continuation, text_of
+from kvexport.serve.conversation import Conversation, Prepared, continuation, effort, text_of
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import MOST_STOPS, Body, Objects, Sampling, StopString
 from kvexport.serve.service import Service
@@ -61,6 +61,8 @@ class CountBody(Body):
 class MessagesBody(CountBody):
     """Schema of the JSON body of /v1/messages."""
 
+    KEYS: ClassVar[Mapping[str, Collection[str]]] = {"output_config": ("format", "effort"), "thinking": ("type",)}
+
     max_tokens: int = Field(ge=1)
     stream: bool | None = None
     stop_sequences: Annotated[list[StopString], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
@@ -72,14 +74,19 @@ class MessagesBody(CountBody):
     session_id: str | None = None
 
     def template_variables(self, service: Service) -> dict[str, Any]:
-        """Return the chat template's variables for the request field `thinking`."""
+        """Return the chat template's variables for the request fields `output_config.effort` and `thinking`."""
+        wanted = self.effort()
         kind = (self.thinking or {}).get("type")
         if kind is None:
-            return {}
+            return wanted
         if kind != "disabled" and not (service.settings.reasoning and thinks(service.engine.chat_template)):
             message = "thinking: this model does none; leave the field out, or send the type disabled"
             raise ApiError(400, message, param="thinking", code="unsupported_value")
-        return {"enable_thinking": kind != "disabled"}
+        return {**wanted, "enable_thinking": kind != "disabled"}
+
+    def effort(self) -> dict[str, Any]:
+        """Return the chat template's variables for the request field `output_config.effort`."""
+        return effort((self.output_config or {}).get("effort"), "output_config.effort")
 
     def sampling(self) -> Sampling:
         """Return the request's sampling settings as fields of OpenAI's API."""
@@ -96,6 +103,7 @@ async def messages(service: Service, request: Request) -> Response:
     conversation.variables |= body.template_variables(service)
     conversation.turn = turn_of(request, body.session_id)
     conversation.adapter = service.adapter(body.model)
+    service.name_unread(request, {"output_config.effort": body.effort()})
     conversation.form = response_form((body.output_config or {}).get("format"), "output_config.format")
     prepared = await service.requests_for(conversation, body.sampling(), body.max_tokens)
     stream = MessageStream({"id": f"msg_{uuid.uuid4().hex}", "model": model}, prepared)

@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from subprocess import PIPE
-from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -22,9 +21,10 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvexport.errors import lacks_files
 from kvexport.serve.app import ROUTES, Bound, application, openapi, version
 from kvexport.serve.bodies import read_bytes
-from kvexport.serve.errors import ApiError, engine_failed
+from kvexport.serve.errors import ApiError, engine_failed, no_files
 from kvexport.serve.fields import Body, parse
 from kvexport.serve.page import page
 from kvexport.serve.prompts import LONG_TEXT
@@ -35,12 +35,7 @@ from kvexport.serve.streams import EventStream, error_event, unless_gone
 _TO_PROCESS = ("accept", "content-type", "traceparent", "tracestate", "anthropic-version", "anthropic-beta", HEADER)
 _OWN = ("content-length", "transfer-encoding", "connection", "date", "server", "content-encoding")
 _STARTED = int(time.time())
-
-
-class _Routed(Body):
-    """The fields of a request's body that choose the model's process."""
-
-    session_id: Any = None
+_LOOK_SECONDS = 10.0  # for which a process may take to tell how many sessions it has
 
 
 class Model:
@@ -50,7 +45,7 @@ class Model:
         self.name, self.command = name, command
         self.users = 0  # requests that are being answered
         self.used = 0.0  # time.monotonic() at the end of the last answer
-        self.has_sessions = False  # whether the process has sessions that are lost when it ends
+        self.kept = 0.0  # `used` at the time at which the process was found to have sessions that end with it
         self._key = secrets.token_hex(32)
         self._process: asyncio.subprocess.Process | None = None
         self._starting: asyncio.Task[str] | None = None
@@ -86,7 +81,7 @@ class Model:
             await process.wait()
             message = f"the model {self.name} could not be loaded; the server's log says why"
             raise ApiError(503, message, code="model_not_loaded")
-        self.has_sessions, self.used = False, time.monotonic()
+        self.used = time.monotonic()
         return line.decode().strip()
 
     async def stop(self, seconds: float) -> None:
@@ -126,7 +121,7 @@ class Models:
             await request.scope[ENDS].enter_async_context(self._upload)
         if posted or put:
             data = await read_bytes(request, self.settings.body if posted else self.settings.session_memory)
-        body = await self._parsed(data) if posted else _Routed(model=request.query_params.get("model"))
+        body = await self._parsed(data) if posted else Body(model=request.query_params.get("model"))
         model = self._model(body.model, posted)
         if posted or "/sessions/" in request.url.path:
             model.users += 1
@@ -139,8 +134,6 @@ class Models:
         try:
             sent = self._client.build_request(request.method, target, headers=headers | model.key, content=data)
             answer = await unless_gone(request.receive, self._client.send(sent, stream=True))
-            if answer.is_success and self.settings.session_folder is None:
-                model.has_sessions |= put or (posted and (HEADER in request.headers or bool(body.session_id)))
             kept = {name: value for name, value in answer.headers.items() if name.lower() not in _OWN}
             if answer.headers.get("content-type", "").startswith("text/event-stream"):
                 return EventStream(
@@ -152,6 +145,8 @@ class Models:
                 await answer.aclose()
             return Response(content, answer.status_code, kept)
         except httpx2.TransportError as error:
+            if lacks_files(error):
+                raise no_files() from error
             raise ApiError(503, f"{model.name} has ended or cannot be reached; send the request again") from error
 
     async def names(self, _: Request) -> Response:
@@ -173,10 +168,10 @@ class Models:
             await asyncio.gather(*(model.stop(self.settings.drain) for model in self.by_name.values()))
             await self._client.aclose()
 
-    async def _parsed(self, data: bytes) -> _Routed:
+    async def _parsed(self, data: bytes) -> Body:
         if len(data) <= LONG_TEXT:
-            return parse(_Routed, data)
-        return await anyio.to_thread.run_sync(parse, _Routed, data, limiter=self._long)
+            return parse(Body, data)
+        return await anyio.to_thread.run_sync(parse, Body, data, limiter=self._long)
 
     def _model(self, name: str | None, posted: bool) -> Model:
         if name is not None:
@@ -198,9 +193,26 @@ class Models:
         while self.idle is not None:
             await asyncio.sleep(min(1.0, self.idle / 4))
             for model in self.by_name.values():
-                idle = time.monotonic() - model.used >= self.idle
-                if model.loaded and not model.users and not model.has_sessions and idle:
+                if self._idle(model) and not await self._has_sessions(model) and self._idle(model):
                     await model.stop(0)
+
+    def _idle(self, model: Model) -> bool:
+        unused = self.idle is not None and time.monotonic() - model.used >= self.idle
+        return unused and model.loaded and not model.users and model.kept != model.used
+
+    async def _has_sessions(self, model: Model) -> bool:
+        """Return whether the model's process has sessions that would be lost when it ends."""
+        if self.settings.session_folder is not None:
+            return False
+        used, url = model.used, await model.url()
+        try:
+            answer = await self._client.get(f"{url}/stats", headers=model.key, timeout=_LOOK_SECONDS)
+        except httpx2.HTTPError:
+            return True  # it is asked again, unless it has ended
+        if answer.is_success and answer.json()["sessions"]:
+            model.kept = used  # only a request changes that
+            return True
+        return False
 
 
 def create_models_app(

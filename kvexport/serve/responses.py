@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
 
 from pydantic import Field
 from starlette.requests import Request
@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvexport.language.answer import Answer, Delta
 from kvexport.language.forms import response_form
-from kvexport.serve.conversation import Conversation, Prepared, template_messages
+from kvexport.serve.conversation import Conversation, Prepared, effort, template_messages
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import Body, Objects, Sampling, refuse
 from kvexport.serve.service import Service
@@ -24,6 +24,8 @@ from kvexport.serve.worker import Update
 
 class ResponsesBody(Body):
     """Schema of the JSON body of /v1/responses."""
+
+    KEYS: ClassVar[Mapping[str, Collection[str]]] = {"text": ("format",), "reasoning": ("effort",)}
 
     input: str | Objects
     instructions: str | None = None
@@ -37,6 +39,7 @@ class ResponsesBody(Body):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     background: bool | None = None
     conversation: str | dict[str, Any] | None = None
@@ -53,7 +56,8 @@ class ResponsesBody(Body):
         first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         tools = [_tool(tool, f"tools.{i}") for i, tool in enumerate(self.tools or [])]
         parallel = self.parallel_tool_calls is not False
-        return Conversation([*first, *messages], tools, self.tool_choice, parallel), messages
+        variables = effort((self.reasoning or {}).get("effort"), "reasoning.effort")
+        return Conversation([*first, *messages], tools, self.tool_choice, parallel, variables), messages
 
 
 async def create_response(service: Service, request: Request) -> Response:
@@ -62,6 +66,7 @@ async def create_response(service: Service, request: Request) -> Response:
     model = service.check_model(body.model)
     conversation, messages = body.to_conversation(service)
     conversation.turn, conversation.adapter = turn_of(request, None), service.adapter(body.model)
+    service.name_unread(request, {"reasoning.effort": conversation.variables})
     conversation.form = response_form((body.text or {}).get("format"), "text.format")
     sampling = Sampling(temperature=body.temperature, top_p=body.top_p)
     prepared = await service.requests_for(conversation, sampling, body.max_output_tokens)
@@ -240,7 +245,7 @@ def _head(body: ResponsesBody, model: str) -> dict[str, Any]:
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
         "store": body.store is not False,
         "temperature": body.temperature,
         "text": body.text or {"format": {"type": "text"}},

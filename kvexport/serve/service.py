@@ -7,7 +7,7 @@ import itertools
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -127,9 +127,20 @@ class Service:
             asyncio.get_running_loop().call_later(0.1, give_back_memory)
         long = len(data) > LONG_TEXT
         body = await self.beside(lambda: parse(kind, data), len(data)) if long else parse(kind, data)
-        names = (re.sub(r"[^!-~]", "?", name)[:40] for name in itertools.islice(body.model_extra or (), 20))
-        request.state.ignored = ", ".join(names)
+        request.state.ignored = []
+        _name_ignored(request, body.ignored())
         return body
+
+    def name_unread(self, request: Request, fields: Mapping[str, Collection[str]]) -> None:
+        """Name the fields of a request that only set variables which the chat template does not read.
+
+        Args:
+            request: The HTTP request.
+            fields: The variables of the chat template that each field sets.
+        """
+        template = self.engine.chat_template
+        source = "" if template is None else "".join(template.sources.values())
+        _name_ignored(request, [name for name, sets in fields.items() if sets and not any(x in source for x in sets)])
 
     def check_model(self, name: str | None) -> str:
         """Return the model name for the response to a request. Raise ApiError (404) for an unknown model."""
@@ -312,6 +323,10 @@ class Service:
             if known.code == "internal_error":
                 log.error("a stream failed", exc_info=error)
             yield rendering.fail(known)
+
+
+def _name_ignored(request: Request, names: Iterable[str]) -> None:
+    request.state.ignored += [re.sub(r"[^!-~]", "?", name)[:40] for name in itertools.islice(names, 20)]
 
 
 def session_bytes(manifest: Manifest) -> int:

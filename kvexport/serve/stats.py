@@ -32,6 +32,7 @@ async def stats(service: Service, _: Request) -> Response:
             "max_length": service.engine.max_length,
             "layers": [{"heads": layer.kv_heads, "budget": list(layer.budget)} for layer in plan.caches],
             "generated_tokens": worker.generated,
+            "sessions": service.sessions.known,
             "merges": service.lanes.merges,
             "waiting": max(0, worker.pending - sum(lane["state"] != "idle" for lane in seen)),
             "state_bytes": state_bytes(service.engine.manifest.recipe, plan, service.lanes.count),
@@ -88,6 +89,7 @@ def lanes_now(engine: Engine, lanes: Lanes) -> list[dict[str, Any]]:
         entry["slots"] = lanes.occupied(lane)
         if request is not None:
             entry |= {"prompt": len(request.ids), "read": request.done, "generated": len(request.tokens)}
+            entry["request"] = request.id  # the header X-Request-Number of its answer
         entries.append(entry)
     return entries
 

@@ -94,6 +94,11 @@ class SessionStore:
     def memory_bytes(self) -> int:
         return sum(snapshot.nbytes for _, snapshot in self._loaded.values())
 
+    @property
+    def known(self) -> int:
+        """The number of sessions that were stored and not deleted, lost ones included."""
+        return len(self._known)
+
     def names(self) -> list[str]:
         files = [] if self._folder is None else sorted(p.stem for p in self._folder.glob(f"*{SUFFIX}"))
         return [*(name for name in files if NAME.fullmatch(name) and name not in self._loaded), *self._loaded]
@@ -286,6 +291,9 @@ class _KnownNames:
 
     def __contains__(self, name: str) -> bool:
         return name in self._names if self._folder is None else (self._folder / name).exists()
+
+    def __len__(self) -> int:
+        return len(self._names)
 
     def add(self, name: str) -> None:
         if self._folder is not None and name not in self:

@@ -1,13 +1,20 @@
-"""Tests of folders that cannot be written, full disks, and too little memory: one error each, and no partial files."""
+"""Tests of folders that cannot be written, full disks, too many open files, and too little memory.
+
+Each is one error, and leaves no partial files.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
 import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +23,15 @@ import pytest
 from kvexport.artifact.reading import load_manifest
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
-from kvexport.errors import EnvironmentProblem, UsageError, lacks_memory
+from kvexport.errors import ArtifactError, EnvironmentProblem, UsageError, lacks_files, lacks_memory
 from kvexport.export import build as building
 from kvexport.export import stages, texts
 from kvexport.recipe.load import load_recipe
+from kvexport.serve.errors import api_error
 from kvexport.state.periodic import mapped
 from kvexport.state.sessions import SUFFIX, SessionStore
 from tests.support.artifacts import NAMESPACE, PYTHON_PATH
-from tests.support.command_line import ENVIRONMENT, ROOT
+from tests.support.command_line import ENVIRONMENT, ROOT, failure, ok
 from tests.support.http_server import running
 from tests.support.models import build_shared
 from tests.support.permissions import permissions_hold
@@ -181,6 +189,72 @@ def test_sessions_on_a_disk_that_fills(tiny_artifact: Path, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     kept, failed = map(int, done.stdout.split())
     assert kept > 5 and failed > 0
+
+
+# Open files.
+
+
+@contextmanager
+def no_files_left() -> Iterator[int]:
+    """Let this process open no more files, and yield how many it may have open."""
+    limits, held = resource.getrlimit(resource.RLIMIT_NOFILE), []
+    most = os.open(os.devnull, os.O_RDONLY) + 20
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        yield most
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for number in [most - 20, *held]:
+            os.close(number)
+
+
+def test_too_many_open_files_are_named_and_the_fix_helps(tiny_artifact: Path) -> None:
+    """An artifact whose files cannot be opened for that reason is not called damaged."""
+    ok("inspect", tiny_artifact)
+    with no_files_left() as most:
+        message = failure(3, "inspect", tiny_artifact)
+        assert f"error: this process may open {most} files at once, and needs more" in message
+        larger = re.search(r"fix: ulimit -n (\d+)$", message, re.M)
+        assert larger is not None and int(larger[1]) > most and "damaged" not in message.splitlines()[-1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(larger[1]), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        ok("inspect", tiny_artifact)
+
+
+def test_a_server_with_too_many_open_files_names_them_and_loses_no_turn(engine: Engine, tmp_path: Path) -> None:
+    turn = json.dumps({"prompt": "ab", "session_id": "s", "max_tokens": 3})
+    with running(engine, session_folder=str(tmp_path)) as server:
+        client = HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+
+        def ask(method: str = "POST", path: str = COMPLETE) -> tuple[int, Any]:
+            client.request(method, path, turn if method == "POST" else None, {"Content-Type": "application/json"})
+            answer = client.getresponse()
+            return answer.status, json.loads(answer.read())
+
+        assert ask()[0] == 200
+        before = (tmp_path / f"s{SUFFIX}").read_bytes()
+        with no_files_left():
+            for method, path in (("POST", COMPLETE), ("DELETE", "/v1/sessions/s")):
+                status, body = ask(method, path)
+                assert status in (503, 507) and "Too many open files" in body["error"]["message"], body
+        assert (tmp_path / f"s{SUFFIX}").read_bytes() == before
+        status, body = ask()
+        assert status == 200 and body["usage"]["prompt_tokens"] == 2 + 3 + 2
+        client.close()
+
+
+def test_errors_that_come_from_too_many_open_files_are_known() -> None:
+    cause = OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/a/file")
+    try:
+        raise ArtifactError("x is damaged", "build it again") from cause
+    except ArtifactError as error:
+        assert lacks_files(error)
+        answer = api_error(error)
+        assert (answer.status, answer.code) == (503, "overloaded") and "ulimit -n" in answer.message
+    assert lacks_files(RuntimeError("open(weights): Too many open files"))
+    assert not lacks_files(OSError(errno.ENOENT, os.strerror(errno.ENOENT))) and not lacks_files(None)
 
 
 # Memory.

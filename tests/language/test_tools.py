@@ -183,6 +183,10 @@ READ = {
         Piece("text", "Let me see."), ROME_CALLED[0], Piece("arguments", '{"city": "Oslo", "days": 2}'), *NOW_CALLED]),
     "xml, no marker": (XML, xml(("city", "Oslo")).removeprefix("<tool_call>\n"), OSLO_CALLED),
     "xml, lines": (XML, xml(("city", "a\n\n<b>\n")), [ROME_CALLED[0], Piece("arguments", '{"city": "a\\n\\n<b>\\n"}')]),
+    "xml, no number": (XML, xml(("city", "x"), ("days", "1e999")), [
+        ROME_CALLED[0], Piece("arguments", '{"city": "x", "days": "1e999"}')]),
+    "xml, deep": (XML, xml(("city", "x"), ("days", "[" * 300)), [
+        ROME_CALLED[0], Piece("arguments", f'{{"city": "x", "days": "{"[" * 300}"}}')]),
     "xml, of no tool": (XML, "<tool_call>\n<function=rm>\n</function>\n</tool_call>", [
         Piece("text", "<tool_call>\n<function=rm>\n</function>\n</tool_call>")]),
     "xml, text": (XML, "if a <function=b: <tool_", [Piece("text", "if a <function=b: <tool_")]),

@@ -196,10 +196,10 @@ def test_a_cut_call_of_the_server_is_accepted_back() -> None:
 
 
 def test_reasoning_effort_reaches_the_template(server: Running) -> None:
-    assert effort(None) == {}
-    assert effort("xhigh") == effort("high") == {"reasoning_effort": "high"}
-    assert effort("minimal") == {"reasoning_effort": "low"}
-    assert effort("none") == {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}
+    assert effort(None, "x") == {}
+    assert effort("xhigh", "x") == effort("high", "x") == {"reasoning_effort": "high"}
+    assert effort("minimal", "x") == {"reasoning_effort": "low"}
+    assert effort("none", "x") == {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}
     ask = {"messages": CONVERSATION[:1], "max_tokens": 2}
     assert server.ask("/v1/chat/completions", {**ask, "reasoning_effort": "low"})[0] == 200
     assert server.ask("/v1/chat/completions", {**ask, "reasoning_effort": "huge"})[0] == 400

@@ -125,6 +125,9 @@ def test_a_choice_allows_each_text_literally() -> None:
     assert form is not None and form.kind == "regex"
     assert all(re.fullmatch(form.source, text) for text in texts)
     assert not re.fullmatch(form.source, "aXb*c+[d]")
+    assert structured_form({"disable_fallback": False}) is None
+    with pytest.raises(UsageError, match="structured_outputs: structural_tag is not supported"):
+        structured_form({"structural_tag": "{}"})
     assert structured_form({}) is structured_form(None) is response_form(None) is None
     assert response_form({"type": "json_object"}) == Grammar.json_object()
     with pytest.raises((ApiError, UsageError)):

@@ -89,7 +89,7 @@ def test_requests_without_a_use_for_a_body_start_nothing_and_keep_no_body(server
 
 
 def test_models_are_loaded_on_demand_and_unloaded_after_idling(server: Running) -> None:
-    """Sessions keep a model loaded; a model without one ends, and the memory of its process with it."""
+    """Sessions keep a model loaded until they are deleted; a model without one ends, and so does its process."""
     assert [model["id"] for model in server.ask("/v1/models")[2]["data"]] == ["one", "two"] and not loaded(server)
     assert server.ask("/ready")[0] == server.ask("/v1/models/two")[0] == 200 and server.ask("/stats")[0] == 503
     status, body = asked(server, model="three")
@@ -110,6 +110,10 @@ def test_models_are_loaded_on_demand_and_unloaded_after_idling(server: Running) 
     assert loaded(server) == ["one"], "only a stored session keeps its model loaded"
     wait_until(lambda: len(server.service.children()) == 1)
     assert asked(server, model="one", session_id="s", prompt="b")[1]["usage"]["prompt_tokens"] > 5, "it goes on"
+    time.sleep(IDLE + 2)
+    assert loaded(server) == ["one"] and server.ask("/stats?model=one")[2]["sessions"] == 1
+    assert server.ask("/v1/sessions/s?model=one", method="DELETE")[0] == 200
+    wait_until(lambda: not loaded(server) and not server.service.children())
     assert asked(server, model="two")[0] == 200
 
 
@@ -173,13 +177,16 @@ def test_the_process_of_a_model_prints_only_its_address_and_ends_without_an_erro
     artifacts: list[Path], ends: str
 ) -> None:
     environment = {**ENVIRONMENT, SUPERVISED: "1"}
-    command = process("serve", artifacts[0], "--port", "0", code=NOISY, stdin=PIPE, env=environment)
+    command = process("serve", artifacts[0], "--port=0", "--log-level=info", code=NOISY, stdin=PIPE, env=environment)
     assert command.stdout is not None and command.stdin is not None and command.stderr is not None
-    assert command.stdout.readline().startswith("http://127.0.0.1:") and command.stdout.read() == ""
+    address = command.stdout.readline().strip()
+    assert address.startswith("http://127.0.0.1:") and command.stdout.read() == ""
+    assert Running(address).ask("/health")[0] == 200
     command.terminate() if ends == "signal" else command.stdin.close()
     errors = command.stderr.read()
     assert command.wait(60) == 0 and "from Python" in errors and "from a library" in errors
     assert not any(bad in errors for bad in BAD), errors
+    assert "GET /health" not in errors, "the server that forwards a request has a line for it"
 
 
 SLOW = """

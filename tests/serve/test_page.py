@@ -203,12 +203,31 @@ def test_conversations_and_settings_outlive_a_reload(engine: Engine, tmp_path: P
         tab.run("document.getElementById('talks').selectedIndex = 1")
         tab.run("document.getElementById('talks').dispatchEvent(new Event('change'))")
         assert tab.run(shown)[0] == "anna" and tab.run("messages.length") == 2
-        lane = "{state: 'prefilling', read: 1536, prompt: 2708}"
-        tab.run(f"reads = show('assistant', ''); drawReads({{waiting: 0, lanes: [{lane}]}})")
+        lanes = "[{state: 'prefilling', read: 3, prompt: 4, request: 6}, {read: 1536, prompt: 2708, request: 7}]"
+        tab.run(f"reads = show('assistant', ''); number = 7; drawReads({{waiting: 0, lanes: {lanes}}})")
         assert tab.run(shown)[-1] == "reading 1,536 of 2,708 tokens"
+        tab.run(f"number = 8; drawReads({{waiting: 0, lanes: {lanes}}})")
+        assert tab.run(shown)[-1] == "waiting for a lane"
         tab.run("markdown(reads, 'word')")
         assert tab.run(shown)[-1] == "word"
         tab.screenshot(tmp_path / "page.png")
+
+
+def test_a_model_is_chosen_on_the_page_where_there_are_several(engine: Engine, tmp_path: Path) -> None:
+    with running(engine, names=("tiny", "a-model-with-a-longer-name")) as server, browser(tmp_path) as tab:
+        screen = {"width": 400, "height": 700, "deviceScaleFactor": 1, "mobile": True}
+        tab.call("Emulation.setDeviceMetricsOverride", **screen)
+        tab.call("Page.navigate", url=server.url)
+        tab.wait_for("document.readyState === 'complete' && !document.getElementById('models').hidden")
+        assert tab.run("[...document.getElementById('models').options].map(x => x.text)") == [
+            *server.service.settings.names
+        ]
+        assert tab.run("request('x')[1].model") == "tiny" and tab.run("document.documentElement.scrollWidth") <= 400
+        tab.run("document.getElementById('models').selectedIndex = 1")
+        assert tab.run("request('x')[1].model") == server.service.settings.names[1]
+        tab.run("document.getElementById('tokens').value = 3; void ask('anna')")
+        tab.wait_for("!running && messages.length === 2")
+        assert tab.problems == []
 
 
 def test_the_page_chats_where_the_browser_refuses_storage(server: Running, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 import kvexport
 from kvexport.engine.engine import Engine
 from kvexport.language import grammar as grammars
+from kvexport.language.chat import ChatTemplate
 from kvexport.serve.app import ROUTES
 from kvexport.serve.chat import ChatBody
 from kvexport.serve.completions import CompletionBody
@@ -105,11 +106,12 @@ def test_json_within_texts_has_the_same_bounds(server: Running, text: str) -> No
     bodies = [
         {**ASKED, "structured_outputs": {"json": text}},
         {**ASKED, "messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]},
+        {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": text}]},
     ]
     # A call that was cut off is accepted back, because the server itself answers such calls.
-    for body in bodies[: 1 if text == "{" else 2]:
+    for body in bodies[: 1 if text == "{" else 3]:
         begun = time.monotonic()
-        status, _, answer = server.ask(CHAT, body)
+        status, _, answer = server.ask("/v1/responses" if "input" in body else CHAT, body)
         assert status in (400, 413) and time.monotonic() - begun < 5, answer
 
 
@@ -167,6 +169,46 @@ def test_fields_that_the_server_does_not_know_are_named(server: Running) -> None
             status, headers, _ = server.ask(path, {**body, **unknown, "stream": stream})
             assert (status, headers["x-ignored-fields"]) == (200, "n_predict, mirostat, a??b:?c")
         assert "x-ignored-fields" not in server.ask(path, {**body, "top_p": 0.5})[1]
+
+
+def test_fields_within_others_that_nothing_reads_are_named(json_server: Running) -> None:
+    """A field that changes the answer elsewhere is honoured, refused or named, however deep it stands."""
+    for path, body, ignored in (
+        (CHAT, {"stream": True, "stream_options": {"include_usage": True, "x": 1}}, "stream_options.x"),
+        (CHAT, {"reasoning_effort": "low", "chat_template_kwargs": {"tools_x": 1, "say": 1}},
+         "reasoning_effort, chat_template_kwargs.tools_x"),
+        ("/v1/messages", {"output_config": {"effort": "low", "x": 1}}, "output_config.x, output_config.effort"),
+        ("/v1/messages", {"thinking": {"type": "disabled", "budget_tokens": 5}}, "thinking.budget_tokens"),
+        ("/v1/responses", {"input": "a", "reasoning": {"effort": "low", "summary": "auto"},
+                           "text": {"verbosity": "low"}}, "text.verbosity, reasoning.summary, reasoning.effort"),
+    ):  # fmt: skip
+        status, headers, answer = json_server.ask(path, {**ASKED, **body})
+        names = headers["x-ignored-fields"].removeprefix("messages, max_tokens, ")
+        assert (status, names) == (200, ignored), answer
+    template = json_server.service.engine.chat_template
+    json_server.service.engine.chat_template = ChatTemplate({"default": "{{ reasoning_effort }} a"}, {}, "the test")
+    try:
+        for path, field, wrong in (
+            (CHAT, "reasoning_effort", "reasoning_effort"),
+            ("/v1/responses", "reasoning", "reasoning.effort"),
+            ("/v1/messages", "output_config", "output_config.effort"),
+        ):
+            base = {"input": "a"} if path == "/v1/responses" else ASKED
+            lengths = []
+            for level in ("low", "medium"):
+                status, headers, answer = json_server.ask(
+                    path, {**base, field: level if path == CHAT else {"effort": level}}
+                )
+                assert status == 200 and "x-ignored-fields" not in headers, answer
+                usage = answer["usage"]
+                lengths.append(
+                    usage.get("prompt_tokens") or usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
+                )
+            assert lengths[1] - lengths[0] == len("medium") - len("low"), "the template reads it"
+            status, _, answer = json_server.ask(path, {**base, field: "huge" if path == CHAT else {"effort": "huge"}})
+            assert status == 400 and answer["error"]["message"].startswith(wrong), answer
+    finally:
+        json_server.service.engine.chat_template = template
 
 
 def test_stop_tokens_end_an_answer_and_are_no_part_of_its_text(engine: Engine, server: Running) -> None:

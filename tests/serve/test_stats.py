@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
+from http.client import HTTPConnection
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from kvexport.engine.engine import Engine
-from tests.support.http_server import Running
+from tests.support.http_server import Running, wait_until
 from tests.support.streams import RawClient
 
 ASKED = {"prompt": "anna lamp. " * 8, "max_tokens": 300, "stream": True}
@@ -39,6 +42,30 @@ def test_lanes_memory_and_slots_while_a_request_runs(engine: Engine, server: Run
     assert 32 <= lane["slots"] <= engine.plan.caches[0].capacity[0]
     assert [entry["state"] for entry in seen["lanes"][1:]] == ["idle"] * 3
     assert seen["merges"] > 0 and seen["generated_tokens"] > 0
+
+
+def test_an_answer_has_the_number_that_its_lane_shows(server: Running, slow: None) -> None:
+    """Of several prompts that are read at once, a client finds its own."""
+    url, body = urlsplit(server.url).netloc, {"max_tokens": 200, "stream": True}
+    clients = [HTTPConnection(url, timeout=60) for _ in range(3)]
+    for i, client in enumerate(clients):
+        prompt = {**body, "prompt": "a" * (300 + i)}
+        client.request("POST", "/v1/completions", json.dumps(prompt), {"Content-Type": "application/json"})
+    numbers = [int(client.getresponse().headers["X-Request-Number"]) for client in clients]
+    seen: dict[int, int] = {}
+
+    def all_have_a_lane() -> bool:
+        lanes = server.ask("/stats")[2]["lanes"]
+        seen.update({lane["request"]: lane["prompt"] for lane in lanes if lane["state"] != "idle"})
+        return seen.keys() >= {*numbers}
+
+    wait_until(all_have_a_lane)
+    assert [seen[number] for number in numbers] == [300, 301, 302]
+    for client in clients:
+        client.close()
+    server.wait_for_clients()
+    whole = server.ask("/v1/completions", {"prompt": "a", "max_tokens": 2})[1]
+    assert int(whole["x-request-number"]) > max(numbers)
 
 
 def test_the_slots_of_a_head_stand_for_the_tokens_that_it_saw(server: Running) -> None:

@@ -43,6 +43,10 @@ def engine(artifact: Path) -> Engine:
     return load(artifact)
 
 
+def ids_of(seed: int, *lengths: int) -> list[np.ndarray]:
+    return random_ids(seed, *lengths, vocabulary=64)
+
+
 def calls(lanes: Lanes, sequences: list[np.ndarray]) -> Any:
     """Append sequences without merges, in chunks and then token by token, and yield the lengths before each call."""
     while any(lanes.length[lane] < len(ids) for lane, ids in enumerate(sequences)):
@@ -82,7 +86,7 @@ def test_pinned_slots_survive_20_times_the_budget_bit_for_bit(
     for lane, pins in enumerate(PINS):
         lanes.pin(lane, pins)
     first: list[dict[tuple[int, int, int], tuple[bytes, ...]]] = [{}, {}, {}]
-    for before in calls(lanes, random_ids(1, LENGTH, LENGTH - 7, 90)):
+    for before in calls(lanes, ids_of(1, LENGTH, LENGTH - 7, 90)):
         for lane, length in enumerate(before):
             first[lane] |= slots(lanes, lane, {p for p in pinned[lane] if p >= length})
     assert lanes.merges > 60
@@ -97,7 +101,7 @@ def test_pins_at_the_front_equal_sinks_and_free_room_equals_budget(
     artifact: Path, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     """A front of pins is the same cache as so many sinks, and room without pins the same as so much more budget."""
-    sequences = random_ids(2, LENGTH, LENGTH - 30, 50)
+    sequences = ids_of(2, LENGTH, LENGTH - 30, 50)
     for sinks, pins in ((ROOM, ((0, ROOM),)), (2, ())):
         recipe = recipe_of(tiny_checkpoint, budget=BUDGET + ROOM, pinned=0, sinks=sinks)
         both = load(artifact), load(build_shared(recipe, tmp_path / str(sinks)))
@@ -122,7 +126,7 @@ def answers(engine: Engine, requests: list[Request]) -> list[list[int]]:
 
 def drawn(engine: Engine, count: int) -> list[Request]:
     """Return requests whose prompts have the same beginning and pins in different places."""
-    rng, shared = np.random.default_rng(4), random_ids(3, 120)[0].tolist()
+    rng, shared = np.random.default_rng(4), ids_of(3, 120)[0].tolist()
     requests = []
     for number in range(count):
         ids = shared[: int(rng.integers(60, 120))] + rng.integers(0, 60, 20).tolist()
@@ -165,7 +169,7 @@ def test_prefixes_forks_preemption_and_snapshots_keep_pins(artifact: Path, engin
 
 
 def test_a_next_turn_keeps_the_pins_of_earlier_ones_and_adds_its_own(engine: Engine) -> None:
-    ids = random_ids(5, 60)[0].tolist()
+    ids = ids_of(5, 60)[0].tolist()
     first = Request(ids, engine.settings(max_new_tokens=5), keep=True, pin=[(20, 24)])
     answers(engine, [first])
     assert first.snapshot is not None and first.snapshot.counters.pins == ((20, 24),)

@@ -19,6 +19,8 @@ from kvexport.recipe.fields import Recipe
 from kvexport.state.sessions import pins_after
 from kvexport.state.snapshot import Snapshot
 from tests.support.models import build_shared, make_recipe, random_ids
+from tests.support.on_device import onto_device
+from tests.support.tensorrt_artifacts import engines as tensorrt_engines
 
 BUDGET, ROOM, CHUNK, EVERY = 12, 8, 16, 4
 LENGTH = 20 * (BUDGET + ROOM)
@@ -166,6 +168,17 @@ def test_prefixes_forks_preemption_and_snapshots_keep_pins(artifact: Path, engin
         rest = Request((), start=copy)
         answers(load(artifact), [rest])
         assert [token.id for token in (*request.tokens, *rest.tokens)] == tokens
+
+
+def test_the_answers_on_a_device_and_on_engines_of_tensorrt_are_the_same(
+    artifact: Path, engine: Engine, tmp_path: Path, plugins: Path
+) -> None:
+    expected = answers(engine, drawn(engine, 8))
+    device = load(artifact)
+    onto_device(device, graphs=True, late=True)
+    assert answers(device, drawn(device, 8)) == expected
+    engines = load(tensorrt_engines(artifact, tmp_path / "engines"))
+    assert answers(engines, drawn(engines, 8)) == expected
 
 
 def test_a_next_turn_keeps_the_pins_of_earlier_ones_and_adds_its_own(engine: Engine) -> None:

@@ -217,7 +217,7 @@ def test_room_for_pinned_tokens_is_beside_every_heads_budget() -> None:
     ("settings", "windows", "why"),
     [
         ({"method": "full"}, 0, "the method full evicts nothing"),
-        ({"periodic": {"slots": 50}}, 0, "cache.periodic.slots is 50"),
+        ({"periodic": {"slots": 128}}, 0, "cache.periodic.slots is 128"),
         ({"positions": "cache"}, 0, "cache.positions is cache"),
         ({}, 50, "every layer has a sliding window"),
     ],

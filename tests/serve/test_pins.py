@@ -85,7 +85,7 @@ def test_the_system_prompt_is_pinned_by_default_if_it_fits(engine: Engine) -> No
         )
 
 
-def test_the_turns_of_a_session_keep_pins_and_add_their_own(server: Running) -> None:
+def test_the_turns_of_a_session_keep_pins_and_add_their_own(engine: Engine) -> None:
     talk = [pinned(SYSTEM), user(FILLER)]
 
     def turn(session: str, messages: list[dict[str, Any]]) -> tuple[int, int, str]:
@@ -95,15 +95,16 @@ def test_the_turns_of_a_session_keep_pins_and_add_their_own(server: Running) -> 
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return usage["kv_cache"]["pinned_tokens"], cached, body["choices"][0]["message"]["content"]
 
-    count, _, text = turn("a", talk)
-    assert count == len("system code 41. user ")
-    talk += [{"role": "assistant", "content": text}, pinned(user("ab"))]
-    more, cached, _ = turn("a", talk)
-    assert more == count + 2 and cached > len(FILLER)
-    # Whoever takes back a pin, or pins what was read before, has the conversation read again.
-    fewer, cached, text = turn("a", [SYSTEM, *talk[1:]])
-    assert fewer == 2 and cached < len(FILLER)
-    assert turn("b", [SYSTEM, *talk[1:]])[2] == text
+    with running(engine, pins_system=False, prefix_memory=0) as server:
+        count, _, text = turn("a", talk)
+        assert count == len("system code 41. user ")
+        talk += [{"role": "assistant", "content": text}, pinned(user("ab"))]
+        more, cached, _ = turn("a", talk)
+        assert more == count + 2 and cached > len(FILLER)
+        # A turn that takes back a pin, or pins what was read before, has the conversation read again.
+        fewer, cached, text = turn("a", [SYSTEM, *talk[1:]])
+        assert fewer == 2 and cached == 0
+        assert turn("b", [SYSTEM, *talk[1:]])[2] == text
 
 
 def test_more_than_the_room_is_a_400_that_names_room_and_command(server: Running) -> None:

@@ -1,13 +1,14 @@
 """Facts of a pinned system prompt: SmolLM2 is asked for them after long turns, with the system prompt pinned or not.
 
-    python benchmarks/quality/pins.py [--methods ballot,h2o] [--parts 4,8] [--length 2000] [--conversations 6]
+    python benchmarks/quality/pins.py [--methods full,ballot,h2o] [--parts 4,8] [--length 2000] [--conversations 6]
 
 A conversation begins with a system prompt of eight facts. Turns follow in which the user gives a text and the assistant
 says that it has read it, until the conversation has `length` tokens. Four more facts stand in these turns. Then each
-fact is asked for, from a copy of the cache. The facts of the turns show what pins cost the rest of the conversation: an
-engine has 1/4 or 1/8 as many slots as the conversation has tokens, and the room for pinned tokens is taken from its
-budget, so that both sides take the same bytes. Results go to benchmarks/results/pins.json as they are measured. What
-the file holds is not measured again. Intervals are Wilson's at 95 %.
+fact is asked for, from a copy of the cache. The facts of the turns show what pins cost the rest of the conversation. An
+artifact has 1/4 or 1/8 as many slots as the conversation has tokens, 160 of them as room for pins. The same artifact
+reads the same conversations with pins and without them, where the room holds other tokens. Results go to
+benchmarks/results/pins.json as they are measured. What the file holds is not measured again. Intervals are Wilson's at
+95 %.
 """
 
 from __future__ import annotations
@@ -67,71 +68,74 @@ def conversation(engine: kvexport.Engine, number: int, length: int) -> tuple[rec
     return recall.Passage(ids, questions), len(front)
 
 
-def engine_of(folder: Path, label: dict[str, Any], threads: int) -> kvexport.Engine:
-    slots = label["length"] // label["parts"]
+def engine_of(folder: Path, method: str, slots: int, length: int, threads: int) -> kvexport.Engine:
+    room = 0 if method == "full" else ROOM
     settings = [
-        f"cache.method={label['method']}",
-        f"cache.budget={slots - label['pinned']}",
-        f"cache.pinned={label['pinned']}",
-        f"limits.max_length={2 * label['length']}",
+        f"cache.method={method}",
+        f"cache.budget={slots - room}",
+        f"cache.pinned={room}",
+        f"limits.max_length={2 * length}",
         f"limits.max_batch={FACTS + OTHERS}",
     ]
     kvexport.build(load_recipe("smollm2-135m-base", settings).recipe, folder)
     return kvexport.load(folder, threads=threads, verify=False)
 
 
-def measure(label: dict[str, Any], conversations: int, threads: int) -> dict[str, Any]:
-    """Return the figures of one engine over all conversations."""
-    system, turns = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        engine = engine_of(Path(folder) / "artifact", label, threads)
-        reader, lanes = engine.lanes(1), engine.lanes(FACTS + OTHERS)
-        for number in range(conversations):
-            talk, front = conversation(engine, number, label["length"])
-            reader.clear()
-            if label["pinned"]:
-                reader.pin(0, ((0, front),))
-            reader.prefill([np.array(talk.ids, np.int64)])
-            saved = reader.save(0)
-            for lane in range(lanes.count):
-                lanes.restore(lane, saved)
-            exact = [answer.exact for answer in recall.continued(lanes, talk.questions)]
-            system += exact[:FACTS]
-            turns += exact[FACTS:]
-        mib = engine.plan.bytes() / 2**20
-        engine.close()
+def measure(engine: kvexport.Engine, label: dict[str, Any], conversations: int) -> dict[str, Any]:
+    """Return the figures of one engine over all conversations, with pins or without."""
+    system: list[bool] = []
+    turns: list[bool] = []
+    reader, lanes = engine.lanes(1), engine.lanes(FACTS + OTHERS)
+    for number in range(conversations):
+        talk, front = conversation(engine, number, label["length"])
+        reader.clear()
+        if label["pinned"]:
+            reader.pin(0, ((0, front),))
+        reader.prefill([np.array(talk.ids, np.int64)])
+        saved = reader.save(0)
+        for lane in range(lanes.count):
+            lanes.restore(lane, saved)
+        exact = [answer.exact for answer in recall.continued(lanes, talk.questions)]
+        system += exact[:FACTS]
+        turns += exact[FACTS:]
     figures = {"system": share(sum(system), len(system)), "turns": share(sum(turns), len(turns))}
     return {
         **label,
         "provenance": {key: value for key, value in head().items() if key != "machine"},
         "conversations": conversations,
-        "mib": round(mib, 2),
+        "mib": round(engine.plan.bytes() / 2**20, 2),
         **{name: [right.value, right.low, right.high] for name, right in figures.items()},
     }
 
 
 def main() -> None:
     options = options_of(__doc__)
-    options.add_argument("--methods", default="ballot,h2o")
+    options.add_argument("--methods", default="full,ballot,h2o")
     options.add_argument("--parts", default="4,8")
     options.add_argument("--length", type=int, default=2000)
     options.add_argument("--conversations", type=int, default=6)
     options.add_argument("--threads", type=int, default=2)
     chosen = options.parse_args()
-    labels: list[dict[str, Any]] = [{"method": "full", "parts": 1, "pinned": 0}]
-    labels += [
-        {"method": method, "parts": int(part), "pinned": pinned}
-        for part in chosen.parts.split(",")
-        for method in chosen.methods.split(",")
-        for pinned in (ROOM, 0)
-    ]
-    for label in [{**label, "length": chosen.length} for label in labels]:
-        rows = earlier(NAME).get("rows", [])
-        if any(all(row[key] == value for key, value in label.items()) for row in rows):
-            continue
-        row = measure(label, chosen.conversations, chosen.threads)
-        save(NAME, {"rows": [*rows, row]})
-        print({key: row[key] for key in ("method", "parts", "pinned", "mib", "system", "turns")}, flush=True)
+    for method in chosen.methods.split(","):
+        for part in ["1"] if method == "full" else chosen.parts.split(","):
+            sides = [
+                {"method": method, "parts": int(part), "pinned": pinned, "length": chosen.length}
+                for pinned in ([False] if method == "full" else [True, False])
+            ]
+            rows = earlier(NAME).get("rows", [])
+            left = [side for side in sides if not any(all(r[k] == v for k, v in side.items()) for r in rows)]
+            if not left:
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                slots = chosen.length // int(part)
+                engine = engine_of(Path(folder) / "artifact", method, slots, chosen.length, chosen.threads)
+                for side in left:
+                    row = measure(engine, side, chosen.conversations)
+                    rows = [*rows, row]
+                    save(NAME, {"rows": rows})
+                    shown = ("method", "parts", "pinned", "mib", "system", "turns")
+                    print({key: row[key] for key in shown}, flush=True)
+                engine.close()
 
 
 if __name__ == "__main__":

@@ -164,10 +164,10 @@ def settled_plan(recipe: Recipe, plan: CachePlan) -> CachePlan:
 
 def cache_notes(recipe: Recipe, plan: CachePlan) -> list[str]:
     """Return notes for the user about a cache plan, such as a budget that no sequence of the allowed length exceeds."""
-    budget, length = recipe.cache.budget, recipe.limits.max_length
-    if not recipe.cache.build_method().compresses or isinstance(budget, float) or budget < length:
-        return []
+    budget, length, pinned = recipe.cache.budget, recipe.limits.max_length, recipe.cache.pinned
     if any(cache.merges and not cache.sliding_window for cache in plan.caches):
+        return [f"{pinned:,} slots of each budget are room for pinned tokens (cache.pinned)"] if pinned else []
+    if not recipe.cache.build_method().compresses or isinstance(budget, float) or budget + pinned < length:
         return []
     return [
         f"cache.budget is {budget} slots and limits.max_length is {length} tokens, so nothing is ever evicted: "

@@ -11,7 +11,7 @@ import pytest
 from kvexport.errors import UsageError
 from kvexport.plan.budgets import allocate
 from kvexport.plan.cache import CachePlan, LayerGeometry
-from kvexport.plan.planner import plan_cache
+from kvexport.plan.planner import cache_notes, plan_cache
 from kvexport.recipe.fields import MOST, Recipe
 from kvexport.recipe.load import load_recipe
 
@@ -211,6 +211,8 @@ def test_room_for_pinned_tokens_is_beside_every_heads_budget() -> None:
     windowed = pinned_plan([LayerGeometry(8, 2, 16, 16, sliding_window=50), LayerGeometry(8, 2, 16, 16)])
     assert [x.budget[0] for x in windowed.caches] == [50, 164]
     assert not any(x.merges for x in pinned_plan(length=150).caches)  # nothing is evicted any more
+    recipe = Recipe.model_validate({"model": {"path": "-"}, "cache": {"method": "h2o", "budget": 100, "pinned": 64}})
+    assert cache_notes(recipe, plan) == ["64 slots of each budget are room for pinned tokens (cache.pinned)"]
 
 
 @pytest.mark.parametrize(

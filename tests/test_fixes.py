@@ -137,6 +137,8 @@ CASES = [
     ("plan/planner.py", "one_place: f'cache.positions is cache, but layer", "plan WINDOW cache.positions=cache"),
     ("plan/planner.py", "states_kept: f'cache.pos", "plan STATES cache.positions=cache"),
     ("plan/planner.py", "states_kept: f'speculate", "plan STATES speculate.draft=ngram"),
+    ("plan/planner.py", "_pins_kept", "plan R cache.pinned=8 cache.method=full"),
+    ("plan/planner.py", "_pins_kept", "plan R cache.pinned=8 cache.positions=cache"),
     ("plan/planner.py", "_not_periodic", "plan STATES cache.periodic.slots=128"),
     ("plan/planner.py", "backend.name=", "plan SHARED backend.name=tensorrt"),
     ("plan/planner.py", "backend.device=cpu", "plan SHARED backend.device=cuda"),

@@ -136,6 +136,10 @@ def serve(
         bool,
         request_option(help="Separate <think> ... </think> from the answer."),
     ] = True,
+    pin_system: Annotated[
+        bool,
+        request_option(help="Pin system prompts and tools, if the artifact has room for them (cache.pinned)."),
+    ] = True,
     max_tokens: Annotated[int | None, request_option(min=1, help="Limit every answer to this many tokens.")] = None,
     timeout: Annotated[float, request_option(min=1, help="End a request after this many seconds.")] = 1800.0,
     prefix_memory: Annotated[
@@ -207,6 +211,7 @@ def serve(
         origins=tuple(allow_origin or ()),
         preempts=preempt,
         reasoning=reasoning,
+        pins_system=pin_system,
         queue=queue,
         max_tokens=max_tokens,
         latency_budget=latency_budget,

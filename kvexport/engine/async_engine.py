@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from kvexport.engine.completion import Completion
 from kvexport.engine.engine import Engine
-from kvexport.engine.request import FINISHED, Processors, Prompt, Request, as_processors
+from kvexport.engine.request import FINISHED, Pin, Processors, Prompt, Request, as_processors, ranges_of
 from kvexport.engine.thread import EngineThread
 from kvexport.errors import KvexportError
 from kvexport.language.chat import Message
@@ -63,12 +63,13 @@ class AsyncEngine:
         prompt: Prompt,
         settings: GenerationSettings | None = None,
         *,
+        pin: Pin = 0,
         adapter: str | None = None,
         logits_processor: Processors = None,
         **overrides: Any,
     ) -> Completion:
         """Answer one prompt, and return the completion. Arguments and errors are those of `Engine.generate`."""
-        request = await self._request(prompt, settings, adapter, logits_processor, overrides)
+        request = await self._request(prompt, settings, pin, adapter, logits_processor, overrides)
         return await self._completion(request)
 
     async def astream(
@@ -76,12 +77,13 @@ class AsyncEngine:
         prompt: Prompt,
         settings: GenerationSettings | None = None,
         *,
+        pin: Pin = 0,
         adapter: str | None = None,
         logits_processor: Processors = None,
         **overrides: Any,
     ) -> AsyncGenerator[Token, None]:
         """Yield the tokens of the answer to one prompt. Arguments and errors are those of `Engine.stream`."""
-        request = await self._request(prompt, settings, adapter, logits_processor, overrides)
+        request = await self._request(prompt, settings, pin, adapter, logits_processor, overrides)
         async with aclosing(self._tokens(request)) as tokens:
             async for token in tokens:
                 yield token
@@ -100,22 +102,25 @@ class AsyncEngine:
     ) -> Completion:
         """Answer a conversation of chat messages. Arguments (except `stream`) and errors are those of `Engine.chat`."""
         prepare = partial(self.engine._prepare_chat, messages, settings, tools, tool_choice, response_format)
-        ids, images, generation, plan = await asyncio.to_thread(prepare, **overrides)
+        ids, images, generation, plan, pins = await asyncio.to_thread(prepare, **overrides)
         processors = as_processors(logits_processor)
-        request = Request(self.engine.encode(ids), generation, processors=processors, adapter=adapter, images=images)
+        encoded = self.engine.encode(ids)
+        request = Request(encoded, generation, processors=processors, adapter=adapter, images=images, pin=pins)
         return (await self._completion(request)).split(plan)
 
     async def _request(
         self,
         prompt: Prompt,
         settings: GenerationSettings | None,
+        pin: Pin,
         adapter: str | None,
         processors: Processors,
         overrides: dict[str, Any],
     ) -> Request:
         generation = settings or self.engine.settings(**overrides)
         ids = await asyncio.to_thread(self.engine.encode, prompt)
-        return Request(ids, generation, processors=as_processors(processors), adapter=adapter)
+        processed = as_processors(processors)
+        return Request(ids, generation, processors=processed, adapter=adapter, pin=ranges_of(pin))
 
     async def _completion(self, request: Request) -> Completion:
         completion = Completion(len(request.prompt))

@@ -32,6 +32,7 @@ from kvexport.language.chat import read_json
 from kvexport.language.grammar import Grammars
 from kvexport.language.settings import GenerationSettings
 from kvexport.language.tokenizer import FILE_NAME, Tokenizer
+from kvexport.state.lane import pinned
 from kvexport.state.periodic import new_periodic
 from kvexport.state.snapshot import Origin, Snapshot
 
@@ -160,11 +161,12 @@ class EngineCore:
             ids = self.encode(request.prompt, after=request.start)
             new = len(ids) if request.start is None else len(ids) - len(request.start.ids)
             places = places_of(ids[len(ids) - new :], request.images, self.manifest.images)
+            request.check_pins(ids, self.manifest)
             request.prepare(ids, self.settings(), self.grammars)
             request.places = np.concatenate([np.zeros(len(ids) - new, np.int64), places])
             request.timing.prompt_tokens += request.unread
             if self.prefixes is not None and not request.done:
-                request.keys = self.prefixes.keys(request.keyed_ids, request.digest)
+                request.keys = self.prefixes.keys(request.keyed_ids, request.digest, request.pins)
             self._requests[request.id] = request
             self._scheduler.add(request)
             return request.id
@@ -280,6 +282,7 @@ class EngineCore:
         lanes, timing = self._pool.lanes, request.timing
         timing.cache_tokens += lanes.length[request.lane]
         timing.cache_slots += min(round(lanes.occupied(request.lane)), lanes.length[request.lane])
+        timing.pinned_tokens += pinned(request.pins)
         timing.over_budget += round(max(0.0, len(request.ids) - lanes.budget))
 
     def _take_out(self, request: Request, reason: FinishReason) -> None:
@@ -333,6 +336,7 @@ class EngineCore:
                 self._pool.begin(request.lane, request.start.saved)
             else:
                 self._pool.begin(request.lane, self.prefixes.begin(request) if self.prefixes is not None else None)
+            self._pool.lanes.pin(request.lane, request.pins)
             if self.adapters.by_name:
                 self._pool.state.adapt(request.lane, range(0) if request.loaded is None else request.loaded.rows)
         return advanced

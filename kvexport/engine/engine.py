@@ -15,16 +15,17 @@ from kvexport.backends.model_state import ImageEncoder
 from kvexport.engine.completion import Completion, as_batch, collect, tokens_of
 from kvexport.engine.core import EngineCore
 from kvexport.engine.options import EngineOptions
-from kvexport.engine.request import Bundle, Processors, Prompt, Request, as_processors
+from kvexport.engine.request import Bundle, Pin, Processors, Prompt, Ranges, Request, as_processors, ranges_of
 from kvexport.errors import UsageError
 from kvexport.images.decode import ImageInput
 from kvexport.images.rows import PromptImages, encode_images, with_images
 from kvexport.language.answer import AnswerPlan, plan_answer
-from kvexport.language.chat import ChatTemplate, Message, images_of_messages, read_chat_template
+from kvexport.language.chat import PIN_FIELD, ChatTemplate, Message, images_of_messages, read_chat_template
 from kvexport.language.forms import response_form
+from kvexport.language.pins import render_pinned
 from kvexport.language.settings import GenerationSettings
 from kvexport.language.token import Token
-from kvexport.language.tokenizer import FILE_NAME
+from kvexport.language.tokenizer import FILE_NAME, Tokenizer
 from kvexport.language.tools import check_tools, choose
 
 
@@ -59,6 +60,7 @@ class Engine(EngineCore):
         settings: GenerationSettings | None = None,
         *,
         images: Sequence[ImageInput] | Sequence[Sequence[ImageInput]] = (),
+        pin: Pin = 0,
         adapter: str | None = None,
         logits_processor: Processors = None,
         on_prefill: Callable[[int, int], None] | None = None,
@@ -76,6 +78,8 @@ class Engine(EngineCore):
             images: The images of the prompt, or a list of images for each prompt: paths, bytes of files, or images of
                 Pillow. They replace the model's markers in the prompt (`<image>` in most models), or precede a prompt
                 without markers.
+            pin: How many of every prompt's first tokens are never evicted from the cache, or ranges (first, end) of its
+                tokens. The artifact needs room for them (`cache.pinned`).
             adapter: The name of the LoRA adapter that answers; None for the model without an adapter.
             logits_processor: A function, or several, called before every token with the token ids of prompt and answer,
                 [n] int64, and the logits, [vocabulary] float32. It returns the logits to choose from.
@@ -91,7 +95,9 @@ class Engine(EngineCore):
             Exception: The error of a sequence that failed, after the other sequences have ended.
         """
         batch = self._encoded(prompts, images)
-        return self.stream_encoded(batch, settings or self.settings(**overrides), adapter, logits_processor, on_prefill)
+        pins = [ranges_of(pin)] * len(batch)
+        generation = settings or self.settings(**overrides)
+        return self.stream_encoded(batch, generation, adapter, logits_processor, on_prefill, pins)
 
     def stream_encoded(
         self,
@@ -100,6 +106,7 @@ class Engine(EngineCore):
         adapter: str | None = None,
         logits_processor: Processors = None,
         on_prefill: Callable[[int, int], None] | None = None,
+        pins: Sequence[Ranges] = (),
     ) -> Iterator[Token]:
         """Generate answers token by token as `stream` does, to prompts from `encode_with_images`.
 
@@ -109,12 +116,13 @@ class Engine(EngineCore):
             adapter: The name of the LoRA adapter that answers; None for the model without an adapter.
             logits_processor: A function, or several, that changes the logits before every token, as in `stream`.
             on_prefill: A function called after every prompt chunk, as in `stream`.
+            pins: For each prompt the ranges (first, end) of its tokens that are pinned, as in `stream`; empty for none.
         """
         batch = [(self.encode(prompt), images) for prompt, images in prompts]
         bundle, processors = Bundle(), as_processors(logits_processor)
         requests = [
-            Request(ids, settings, bundle, i, processors=processors, adapter=adapter, images=images)
-            for i, (ids, images) in enumerate(batch)
+            Request(ids, settings, bundle, i, processors=processors, adapter=adapter, images=images, pin=pin)
+            for i, ((ids, images), pin) in enumerate(zip(batch, pins or [()] * len(batch), strict=True))
         ]
         return tokens_of(self, requests, bundle, on_prefill)
 
@@ -168,6 +176,7 @@ class Engine(EngineCore):
         settings: GenerationSettings | None = None,
         *,
         images: Sequence[ImageInput] | Sequence[Sequence[ImageInput]] = (),
+        pin: Pin = 0,
         adapter: str | None = None,
         logits_processor: Processors = None,
         **overrides: Any,
@@ -179,6 +188,7 @@ class Engine(EngineCore):
                 others wait.
             settings: The generation settings; None takes the checkpoint's settings, changed by `overrides`.
             images: The images of the prompt, or a list of images for each prompt, as in `stream`.
+            pin: The tokens of every prompt that are never evicted from the cache, as in `stream`.
             adapter: The name of the LoRA adapter that answers; None for the model without an adapter.
             logits_processor: A function, or several, that changes the logits before every token, as in `stream`.
             overrides: Generation settings by name, such as `max_new_tokens=50`; ignored if `settings` is not None.
@@ -191,7 +201,9 @@ class Engine(EngineCore):
             Exception: The error of a sequence that failed.
         """
         batch = self._encoded(prompts, images)
-        stream = self.stream_encoded(batch, settings or self.settings(**overrides), adapter, logits_processor)
+        pins = [ranges_of(pin)] * len(batch)
+        generation = settings or self.settings(**overrides)
+        stream = self.stream_encoded(batch, generation, adapter, logits_processor, pins=pins)
         return collect([len(ids) for ids, _ in batch], stream)
 
     @cached_property
@@ -212,17 +224,38 @@ class Engine(EngineCore):
         Raises:
             UsageError: The artifact has no chat template, or the template refuses the messages.
         """
-        text = self._chat_text(messages, tools, variables)
-        assert self.tokenizer is not None
-        return self.encode(self.tokenizer.encode(text, add_special_tokens=False))
+        return self.encode_pinned_chat(messages, tools, variables)[0]
 
-    def _chat_text(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any]
-    ) -> str:
+    def encode_pinned_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        system: bool = False,
+    ) -> tuple[NDArray[np.int64], list[tuple[int, int]]]:
+        """Return the token ids of a conversation, as `encode_chat` does, and the ranges of ids that are pinned.
+
+        Args:
+            messages: The conversation's messages. The text of a message with `"cache": "pin"` is pinned; with a first
+                system message also everything that the template puts before the first other message, such as tools.
+            tools: JSON schemas of functions that the model may call.
+            variables: Variables of the chat template.
+            system: Whether the first system messages are pinned without the field `cache`.
+
+        Raises:
+            UsageError: The artifact has no chat template, or the template refuses the messages.
+        """
+        template, tokenizer = self._chat_parts()
+        text, spans = render_pinned(template, messages, tools, variables or {}, system=system)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return self.encode(ids), tokenizer.ranges(text, ids, spans) if spans else []
+
+    def _chat_parts(self) -> tuple[ChatTemplate, Tokenizer]:
         if self.chat_template is None or self.tokenizer is None:
             lacks = "chat template" if self.chat_template is None else f"{FILE_NAME}, so a prompt cannot be text"
             raise UsageError(f"the artifact has no {lacks}", "pass a prompt to generate, or build an instruct model")
-        return self.chat_template.render(messages, tools, **variables)
+        return self.chat_template, self.tokenizer
 
     def encode_chat_with_images(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
@@ -241,7 +274,7 @@ class Engine(EngineCore):
         plain, images = images_of_messages(messages)
         if not images:
             return self.encode_chat(messages, tools, **variables), None
-        text = self._chat_text(plain, tools, variables)
+        text = self._chat_parts()[0].render(plain, tools, **variables)
         spec = self.manifest.images
         if spec is not None and text.count(spec.marker) != len(images):
             raise UsageError("the chat template does not show every image", "generate with a prompt in place of chat")
@@ -294,7 +327,8 @@ class Engine(EngineCore):
 
         Args:
             messages: Mappings with "role" and "content"; the last message is the user's or a tool's. The content may
-                have images as in `encode_chat_with_images`.
+                have images as in `encode_chat_with_images`. The text of a message with `"cache": "pin"` is never
+                evicted from the cache, as in `encode_pinned_chat`.
             settings: The generation settings; None takes the checkpoint's settings, changed by `overrides`.
             tools: Functions that the model may call, as OpenAI's API describes them. With tools,
                 `Completion.tool_calls` has the calls, and `Completion.text` contains neither calls nor reasoning.
@@ -310,10 +344,10 @@ class Engine(EngineCore):
         Raises:
             UsageError: The artifact has no chat template, or messages, tools or settings cannot be used.
         """
-        ids, images, generation, plan = self._prepare_chat(
+        ids, images, generation, plan, pins = self._prepare_chat(
             messages, settings, tools, tool_choice, response_format, **overrides
         )
-        tokens = self.stream_encoded([(ids, images)], generation, adapter, logits_processor)
+        tokens = self.stream_encoded([(ids, images)], generation, adapter, logits_processor, pins=[pins])
         return tokens if stream else collect([len(ids)], tokens)[0].split(plan)
 
     def _prepare_chat(
@@ -324,16 +358,24 @@ class Engine(EngineCore):
         tool_choice: str | Mapping[str, Any] | None = None,
         response_format: Mapping[str, Any] | None = None,
         **overrides: Any,
-    ) -> tuple[list[int], PromptImages | None, GenerationSettings, AnswerPlan]:
-        """Return a conversation's token ids, encoded images and settings, and the plan by which its answer is split."""
+    ) -> tuple[list[int], PromptImages | None, GenerationSettings, AnswerPlan, Ranges]:
+        """Return a conversation's token ids, images and settings, how its answer is split, and its pinned tokens."""
         generation = settings or self.settings(**overrides)
         form = response_form(response_format)
         if form is not None and generation.grammar is not None:
             raise UsageError("there are a grammar and a response_format", "give one of them")
         allowed, must = choose(check_tools(tools), tool_choice)
-        encoded, images = self.encode_chat_with_images(messages, tools if allowed else None)
+        shown_tools, pins = tools if allowed else None, list[tuple[int, int]]()
+        encoded, images = self.encode_chat_with_images(messages, shown_tools)
+        if any(message.get(PIN_FIELD) is not None for message in messages):
+            if images is not None:
+                raise UsageError(
+                    "a conversation with images has a pinned message, which is not supported",
+                    f"leave out the images, or the field {PIN_FIELD}",
+                )
+            pins = self.encode_pinned_chat(messages, shown_tools)[1]
         ids = encoded.tolist()
         grammar = form or generation.grammar
         plan = plan_answer(self.chat_template, self.tokenizer, ids, allowed, must, grammar, reasons=bool(tools))
         shown = (*generation.shown_ids, *plan.shown_ids)
-        return [*ids, *plan.prefix], images, replace(generation, grammar=plan.grammar, shown_ids=shown), plan
+        return [*ids, *plan.prefix], images, replace(generation, grammar=plan.grammar, shown_ids=shown), plan, pins

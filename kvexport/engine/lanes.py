@@ -21,7 +21,7 @@ from kvexport.backends.model_state import LaneState, ModelState
 from kvexport.images.rows import CallImages
 from kvexport.plan.cache import CachePlan
 from kvexport.recipe.fields import MOST
-from kvexport.state.lane import Counters, Saved
+from kvexport.state.lane import Counters, Pins, Saved, within
 
 T = TypeVar("T")
 Tokens = Sequence[int] | NDArray[np.int64]
@@ -54,6 +54,12 @@ class Lanes:
         # budget covers the window evicts none of them.
         windows = np.repeat([layer.sliding_window for layer in plan.caches], [layer.kv_heads for layer in plan.caches])
         self._compresses = self._merges & ((windows == 0) | (self._budget < windows))
+        # Names of the positions of caches from which pinned tokens could be evicted. In a layer with a sliding window
+        # they leave with the window.
+        self._pinnable = [
+            f"past_key_values.{i}.position" for i, x in enumerate(plan.caches) if x.merges and not x.sliding_window
+        ]
+        self._pins: list[Pins] = [()] * lanes  # see `Counters`
         # Slots occupied after the last merge [lanes, KV heads]; see `Counters`.
         self._held = np.zeros((lanes, len(self._capacity)), dtype=np.int64)
         # A step counts in Python integers, lane by lane, and fills its arrays through memory views. While the model
@@ -73,11 +79,19 @@ class Lanes:
         self.state.clear(first, last, poisoned=poisoned)
         self._held[first:last] = 0
         self.length[first:last] = [0] * (last - first)
+        self._pins[first:last] = [()] * (last - first)
         self._count(range(first, last))
 
     def counters(self, lane: int) -> Counters:
         """Return a lane's counters: occupied slots of each KV head after a merge, tokens since then, all tokens."""
-        return Counters(tuple(self._held[lane].tolist()), self._added[lane], self.length[lane])
+        return Counters(tuple(self._held[lane].tolist()), self._added[lane], self.length[lane], self._pins[lane])
+
+    def pin(self, lane: int, pins: Pins) -> None:
+        """Set the ranges of positions (first, end) of a lane whose tokens are never evicted, read or unread.
+
+        Tokens that were read before must have been pinned then. The caches need room for all of them (`cache.pinned`).
+        """
+        self._pins[lane] = pins
 
     def occupied(self, lane: int) -> float:
         """Return a lane's occupied slots, averaged over KV heads that evict entries; if no head does, its tokens."""
@@ -140,6 +154,7 @@ class Lanes:
     def _set(self, lane: int, counters: Counters) -> None:
         self._held[lane] = counters.held
         self.length[lane] = counters.length
+        self._pins[lane] = counters.pins
         self._count((lane,), counters.added)
 
     def _count(self, lanes: Iterable[int], added: int = 0) -> None:
@@ -160,6 +175,7 @@ class Lanes:
         self._held = np.concatenate([self._held, np.zeros((new, self._held.shape[1]), dtype=np.int64)])
         self._step = np.zeros((2, count, 1), dtype=np.int64)
         self._step_ids, self._step_counts = (row.data.cast("B").cast("q") for row in self._step)
+        self._pins.extend([()] * new)
         for counts in (self._added, self._room, self._spare, self.length):
             counts.extend([0] * new)
         self._count(range(count - new, count))
@@ -302,8 +318,32 @@ class Lanes:
         for _, run in itertools.groupby(enumerate(due), lambda item: item[1] - item[0]):
             lanes = [lane for _, lane in run]
             first, last = lanes[0], lanes[-1] + 1
+            pinned = [lane for lane in lanes if within(self._pins[lane], 0, self.length[lane])]
+            for lane in pinned:
+                self._age_pins(lane)
             self.state.merge(first, last)
+            for lane in pinned:
+                self._restore_pins(lane)
             self.merges += len(lanes)
             occupied = self._held[first:last] + np.array(self._added[first:last])[:, None]
             self._held[first:last] = np.where(self._merges, np.minimum(occupied, self._budget), occupied)
             self._count(lanes)
+
+    def _age_pins(self, lane: int) -> None:
+        """Lower the positions of a lane's pinned slots below 0, because a merge keeps slots before the sinks' end.
+
+        A pinned slot is never merged, so no other slot has its position.
+        """
+        length = self.length[lane]
+        state = self._state().read(lane, self._pinnable)
+        bounds = np.array(self._pins[lane]).reshape(-1)
+        for position in state.values():
+            # A range holds the positions that an odd number of bounds, its first position included, is not above.
+            position[np.searchsorted(bounds, position, side="right") % 2 == 1] -= length
+        self._state().write(lane, state)
+
+    def _restore_pins(self, lane: int) -> None:
+        state = self._state().read(lane, self._pinnable)
+        for position in state.values():
+            position[position < 0] += self.length[lane]
+        self._state().write(lane, state)

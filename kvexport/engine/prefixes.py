@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvexport.backends.rows import Rows
 from kvexport.engine.lanes import Lanes
 from kvexport.engine.request import PREFILLING, Request
-from kvexport.state.lane import Saved
+from kvexport.state.lane import Pins, Saved, within
 
 Keys = dict[int, bytes]  # chunk border -> hash of the prompt's tokens before it
 _REMEMBERED = 1 << 16  # the largest number of hashes of earlier prompts' chunk borders that are stored
@@ -35,15 +35,17 @@ class Prefixes:
     def __len__(self) -> int:
         return len(self._saved)
 
-    def keys(self, ids: NDArray[np.int64], adapter: str | None = None) -> Keys:
+    def keys(self, ids: NDArray[np.int64], adapter: str | None = None, pins: Pins = ()) -> Keys:
         """Return the hashes of a prompt's tokens up to each chunk border before its last token.
 
         The last token is always read, because the logits after it are needed. Prompts for different LoRA adapters share
-        no hash.
+        no hash, nor do prompts whose pinned tokens differ before the border.
         """
         hashed, keys = hashlib.sha256((adapter or "").encode()), Keys()
         for border in range(self.chunk, len(ids), self.chunk):
             hashed.update(ids[border - self.chunk : border].tobytes())
+            if here := within(pins, border - self.chunk, border):
+                hashed.update(repr(here).encode())
             keys[border] = hashed.digest()
         return keys
 

@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from kvexport.artifact.manifest import Manifest
 from kvexport.backends.adapters import Adapter, Adapters
 from kvexport.backends.lane_state import slot_places
 from kvexport.errors import SnapshotError, UsageError
@@ -24,11 +25,13 @@ from kvexport.language.text_stream import CONTEXT, TextStream
 from kvexport.language.token import Token
 from kvexport.plan.cache import CachePlan
 from kvexport.schema.state import RING
-from kvexport.state.lane import Counters, Saved
+from kvexport.state.lane import Counters, Pins, Saved, joined, pinned
 from kvexport.state.snapshot import Origin, Snapshot
 
 Ids = NDArray[np.int64]
 Prompt = str | Sequence[int] | Ids
+Ranges = Sequence[tuple[int, int]]
+Pin = int | Ranges
 Processors = LogitsProcessor | Sequence[LogitsProcessor] | None
 FinishReason = Literal["stop", "length", "cancelled", "preempted", "error"]
 
@@ -66,6 +69,7 @@ class Timing:
         cache_tokens: Tokens that the KV caches had seen when the requests ended.
         cache_slots: KV-cache slots that were occupied when the requests ended, on average over the KV heads that evict
             entries.
+        pinned_tokens: Tokens that were pinned: kept in slots of their own, whatever was evicted.
         over_budget: Prompt tokens beyond the average budget of the KV heads that evict entries.
     """
 
@@ -80,6 +84,7 @@ class Timing:
     whole_rows: int | None = None
     cache_tokens: int = 0
     cache_slots: int = 0
+    pinned_tokens: int = 0
     over_budget: int = 0
 
     @property
@@ -140,6 +145,8 @@ class Request:
         adapter: The name of the LoRA adapter that answers; None for the model without an adapter, or, if the request
             resumes a snapshot's answer, for the snapshot's adapter.
         images: The encoded images of the prompt, from `Engine.encode_with_images`.
+        pin: Ranges (first, end) of the prompt's tokens that are never evicted from the cache, counted from the
+            beginning of the prompt.
         id: The engine's number of the request, from 1. The engine writes `id` and all following attributes.
         state: Waiting, prefilling, decoding or finished.
         lane: The request's lane (row of the batch); -1 without one.
@@ -147,6 +154,7 @@ class Request:
         parked: The saved lane of a request that gave its lane to a request with a lower `priority` number.
         ids: Token ids of `start` and of the prompt, [n] int64.
         places: For each of `ids`, the number (from 1) of the vector of `images` in its place; 0 for none.
+        pins: Ranges (first, end) of the pinned ones of `ids`, those of `start` included.
         done: The number of `ids` that have been read.
         tokens: The generated tokens.
         finish_reason: The reason why the answer ended.
@@ -174,6 +182,7 @@ class Request:
     processors: Sequence[LogitsProcessor] = ()
     adapter: str | None = None
     images: PromptImages | None = field(default=None, repr=False)
+    pin: Ranges = ()
     id: int = field(default=0, init=False)
     state: State = field(default=WAITING, init=False)
     lane: int = field(default=-1, init=False)
@@ -181,6 +190,7 @@ class Request:
     parked: Saved | None = field(default=None, init=False, repr=False)
     ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64), init=False)
     places: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64), init=False, repr=False)
+    pins: Pins = field(default=(), init=False, repr=False)
     done: int = field(default=0, init=False)
     tokens: list[Token] = field(default_factory=list, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
@@ -217,6 +227,7 @@ class Request:
             processors=self.processors,
             adapter=self.adapter,
             images=self.images,
+            pin=self.pin,
         )
 
     def initialize(self, ids: Ids, sampler: Sampler, text: TextStream | None, done: int = 0) -> None:
@@ -254,6 +265,25 @@ class Request:
             raise UsageError("the snapshot has nothing to go on with", "give at least one token")
         self.initialize(ids, sampler, text, done)
 
+    def check_pins(self, ids: Ids, manifest: Manifest) -> None:
+        """Set the request's pinned tokens, those of its snapshot included; raise UsageError if they have no room."""
+        before, after = (0, ()) if self.start is None else (len(self.start.ids), self.start.counters.pins)
+        ranges = [_range(pin, len(ids) - before) for pin in self.pin]
+        self.pins = joined([*after, *((before + first, before + end) for first, end in ranges)])
+        count, room = pinned(self.pins), manifest.recipe.cache.pinned
+        if count <= room:
+            return
+        if not any(layer.merges for layer in manifest.cache.caches):
+            raise UsageError(
+                f"the request pins {count} tokens, but the artifact evicts nothing ({manifest.recipe.cache.method}): "
+                "every token is kept",
+                "leave the pins out",
+            )
+        raise UsageError(
+            f"the request pins {count} tokens, and the artifact has room for {room} (cache.pinned)",
+            f"pin fewer, or {manifest.build_command(f'cache.pinned={count}')}",
+        )
+
     def load_adapter(self, adapters: Adapters) -> None:
         """Look up the request's LoRA adapter; raise SnapshotError if the snapshot to continue has another one."""
         start = self.start
@@ -286,9 +316,8 @@ class Request:
         """Return a snapshot of the request; `saved` is the saved state of its lane."""
         text = None if self.text is None or self.state is FINISHED else self.text.state()
         sampler = self.sampler
-        return Snapshot(
-            origin, self.seen, saved.state, saved.counters, sampler.state(), text, sampler.settings, self.digest
-        )
+        counters = saved.counters._replace(pins=self.pins)
+        return Snapshot(origin, self.seen, saved.state, counters, sampler.state(), text, sampler.settings, self.digest)
 
     @property
     def digest(self) -> str | None:
@@ -393,6 +422,25 @@ class Request:
     def _require(self, state: State) -> None:
         if self.state is not state:
             raise ValueError(f"the request is {self.state.value}, not {state.value}")
+
+
+def _range(pin: object, tokens: int) -> tuple[int, int]:
+    """Return a range of tokens that a request pins. Raise UsageError for anything else."""
+    ends = tuple(pin) if isinstance(pin, tuple | list) else ()
+    whole = len(ends) == 2 and all(isinstance(end, int | np.integer) for end in ends)
+    if not whole or not 0 <= ends[0] <= ends[1] <= tokens:
+        raise UsageError(
+            f"pin holds {str(pin)[:80]}, which is no range of the prompt's {tokens} tokens",
+            "pass ranges (first, end), such as [(0, 100)] for the first 100 tokens",
+        )
+    return int(ends[0]), int(ends[1])
+
+
+def ranges_of(pin: Pin) -> Ranges:
+    """Return the tokens that a caller pins, the first n or ranges, as ranges."""
+    if isinstance(pin, int | np.integer):
+        return [(0, int(pin))] if pin else []
+    return pin
 
 
 def empty_lane(plan: CachePlan) -> Saved:

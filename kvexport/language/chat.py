@@ -28,6 +28,7 @@ _MEND = "correct the messages, or --no-chat for a prompt without the template"
 _STEPS = 5_000_000  # 0.15 s, during which no other thread of the process runs
 _LONGEST = 1 << 25  # characters: twice the largest body that a server takes
 _HERE = "\u2063(here)\u2063"  # stands in a text whose place in the prompt is looked for
+PIN_FIELD, PIN = "cache", "pin"  # a message with this field and value is pinned (kvexport/language/pins.py)
 # The names under which messages bring the reasoning before an answer. Templates read one of the first two.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
@@ -212,7 +213,10 @@ def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return chat messages without keys of value None, and with reasoning under the keys that chat templates read."""
+    """Return chat messages as chat templates read them.
+
+    They lack keys of value None and the field that pins them, and have reasoning under the keys that templates read.
+    """
     if isinstance(messages, str | Mapping) or not messages:
         raise UsageError(
             f"a conversation is a list of messages, found {'none' if not messages else type(messages).__name__}",
@@ -226,6 +230,11 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
                 'pass {"role": "user", "content": "..."}',
             )
         present = {key: value for key, value in message.items() if value is not None}
+        if present.pop(PIN_FIELD, PIN) != PIN:
+            raise UsageError(
+                f"messages.{i}.{PIN_FIELD}: {str(message[PIN_FIELD])[:80]!r} is unknown",
+                f'"{PIN_FIELD}": "{PIN}", or no {PIN_FIELD}',
+            )
         reasoning = next((present[key] for key in _REASONING if key in present), None)
         if reasoning is not None:
             present = {"thinking": reasoning, **present, "reasoning_content": reasoning}

@@ -12,6 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvexport.errors import ArtifactError, EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
@@ -111,6 +113,28 @@ class Tokenizer:
             return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except BaseException as error:
             raise _library_error("encode this text", error) from None
+
+    def ranges(self, text: str, ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the ranges (first, end) of a text's tokens that have a character of the spans (first, end).
+
+        Args:
+            text: The text.
+            ids: The text's token ids, from `encode` without special tokens.
+            spans: Ranges of the text's characters.
+
+        Raises:
+            UsageError: The tokenizer does not tell which characters a token has.
+        """
+        encoding = self._inner.encode_batch([text], add_special_tokens=False)[0]
+        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        if len(offsets) != len(ids) or encoding.ids != list(ids):
+            raise UsageError("the tokenizer gives a text other tokens when it counts characters", "pin no message")
+        ranges = []
+        for first, end in spans:
+            of_span = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > first))
+            if of_span.size:
+                ranges.append((int(of_span[0]), int(of_span[-1]) + 1))
+        return ranges
 
     def encode_within(self, text: str) -> list[int]:
         """Return the token ids of a text that continues another text, without a space before it or special tokens."""

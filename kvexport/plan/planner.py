@@ -34,6 +34,8 @@ def plan_cache(
     if readers:
         _require_caches_read(recipe, readers)
     _require_pairs(recipe, geometry)
+    if recipe.cache.pinned:
+        _require_pins_kept(recipe, method, geometry)
     budgets = allocate(recipe, len(geometry))
     if recipe.cache.positions == "cache":
         _require_one_place(geometry, budgets)
@@ -51,10 +53,13 @@ def plan_cache(
 
 def _planned(recipe: Recipe, method: Method, i: int, layer: LayerGeometry, shares: Sequence[int]) -> LayerCache:
     most = min(layer.sliding_window or recipe.limits.max_length, recipe.limits.max_length)
-    budgets, capacities = [min(share, most) for share in shares], []
-    for head, budget in enumerate(budgets):
-        name = _name(i, head, apart=len(budgets) > 1)
-        sinks, recent, merges = recipe.cache.sinks, _recent(recipe, budget), budget < recipe.limits.max_length
+    shares, budgets, capacities = [min(share, most) for share in shares], [], []
+    # In a layer with a sliding window pinned tokens leave with the window, so they need no room.
+    pinned = 0 if layer.sliding_window else recipe.cache.pinned
+    for head, budget in enumerate(shares):
+        name = _name(i, head, apart=len(shares) > 1)
+        sinks, recent = recipe.cache.sinks, _recent(recipe, budget)
+        merges = budget + pinned < recipe.limits.max_length
         if method.compresses and merges and budget < sinks + recent + 1:
             window = ", the size of its sliding window" if budget == layer.sliding_window else ""
             raise UsageError(
@@ -62,6 +67,8 @@ def _planned(recipe: Recipe, method: Method, i: int, layer: LayerGeometry, share
                 "and one more",
                 _enough(recipe, "cache.budget", most),
             )
+        budget = min(budget + pinned, most)
+        budgets.append(budget)
         capacity = recipe.capacity(budget) if merges else budget
         if capacity > MOST:
             raise UsageError(
@@ -78,7 +85,7 @@ def _planned(recipe: Recipe, method: Method, i: int, layer: LayerGeometry, share
         budget=(*budgets,) * alike,
         capacity=(*capacities,) * alike,
         sinks=recipe.cache.sinks,
-        recent=tuple(_recent(recipe, budget) for budget in budgets) * alike,
+        recent=tuple(_recent(recipe, share) for share in shares) * alike,
         sliding_window=layer.sliding_window,
         merges=any(budget < recipe.limits.max_length for budget in budgets),
         dtype=recipe.cache_dtype,
@@ -152,10 +159,10 @@ def settled_plan(recipe: Recipe, plan: CachePlan) -> CachePlan:
 
 def cache_notes(recipe: Recipe, plan: CachePlan) -> list[str]:
     """Return notes for the user about a cache plan, such as a budget that no sequence of the allowed length exceeds."""
-    budget, length = recipe.cache.budget, recipe.limits.max_length
-    if not recipe.cache.build_method().compresses or isinstance(budget, float) or budget < length:
-        return []
+    budget, length, pinned = recipe.cache.budget, recipe.limits.max_length, recipe.cache.pinned
     if any(cache.merges and not cache.sliding_window for cache in plan.caches):
+        return [f"{pinned:,} slots of each budget are room for pinned tokens (cache.pinned)"] if pinned else []
+    if not recipe.cache.build_method().compresses or isinstance(budget, float) or budget + pinned < length:
         return []
     return [
         f"cache.budget is {budget} slots and limits.max_length is {length} tokens, so nothing is ever evicted: "
@@ -178,6 +185,22 @@ def _require_not_periodic(recipe: Recipe, why: str) -> None:
             f"cache.periodic.slots is {recipe.cache.periodic.slots}, which is not supported where {why}",
             "--set cache.periodic.slots=null",
         )
+
+
+def _require_pins_kept(recipe: Recipe, method: Method, geometry: Sequence[LayerGeometry]) -> None:
+    """Raise UsageError for a recipe whose room for pinned tokens would have no meaning."""
+    why, fix = "", "--set cache.pinned=0"
+    if not method.compresses:
+        why = f"the method {method.name} evicts nothing, so every token is kept"
+    elif recipe.cache.periodic.slots is not None:
+        why = f"cache.periodic.slots is {recipe.cache.periodic.slots}: the cache evicts nothing, so every token is kept"
+    elif recipe.cache.positions == "cache":
+        why = "cache.positions is cache: the places of tokens before a pinned one would change"
+        fix = "--set cache.positions=absolute, or " + fix
+    elif all(layer.sliding_window for layer in geometry):
+        why = "every layer has a sliding window, which pinned tokens leave as all others do"
+    if why:
+        raise UsageError(f"cache.pinned is {recipe.cache.pinned}, but {why}", fix)
 
 
 def _require_states_kept(recipe: Recipe, states: Sequence[LayerStates]) -> None:

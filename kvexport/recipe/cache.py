@@ -149,6 +149,13 @@ class CacheSection(RecipeSection):
     recent: SlotsOrShare = Field(
         0.5, description="Latest positions, which are never evicted: an integer, or a share of the layer's budget."
     )
+    pinned: int = Field(
+        0,
+        ge=0,
+        le=MOST,
+        description="Slots beyond the budget of every KV head, as room for tokens of prompts that a request pins: they "
+        "are never evicted. Room that pins do not take holds other tokens. See `kvexport docs tasks/pin`.",
+    )
     positions: Literal["absolute", "cache"] = Field(
         "absolute",
         description="The positions that keys and queries are rotated by. absolute: positions in the sequence, which "

@@ -38,12 +38,16 @@ def usage_of(requests: Sequence[Request], answers: int = 1) -> dict[str, Any]:
 
 
 def kv_cache_of(requests: Sequence[Request], answers: int = 1) -> dict[str, int]:
-    """Return a response's `kv_cache`: slots in use, tokens without a slot of their own, prompt tokens over budget."""
+    """Return a response's `kv_cache`: slots in use, tokens without their own, pinned tokens, prompt tokens over budget.
+
+    A prompt with several answers counts once.
+    """
     timings = [request.timing for request in requests]
     slots = sum(timing.cache_slots for timing in timings)
     return {
         "slots": slots,
         "merged_tokens": sum(timing.cache_tokens for timing in timings) - slots,
+        "pinned_tokens": sum(timing.pinned_tokens for timing in timings[::answers]),
         "prompt_tokens_over_budget": sum(timing.over_budget for timing in timings[::answers]),
     }
 

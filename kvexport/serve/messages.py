@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from kvexport.bounded_json import read_json
 from kvexport.engine.request import Request as EngineRequest
 from kvexport.language.answer import Delta
+from kvexport.language.chat import PIN_FIELD
 from kvexport.language.forms import response_form
 from kvexport.language.reasoning import thinks
 from kvexport.serve.answers import kv_cache_of, stop_string
@@ -40,7 +41,8 @@ class CountBody(Body):
         """Return the conversation that an Anthropic request describes, with messages as chat templates read them."""
         messages: list[dict[str, Any]] = []
         if self.system:
-            messages.append({"role": "system", "content": text_of(self.system, "system")})
+            blocks = self.system if isinstance(self.system, list) else []
+            messages.append({"role": "system", "content": text_of(self.system, "system"), **_pin(*blocks)})
         for i, message in enumerate(self.messages):
             messages += _messages(message, f"messages.{i}")
         tools = [_tool(tool, f"tools.{i}") for i, tool in enumerate(self.tools or [])]
@@ -237,8 +239,8 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     if role not in ("user", "assistant", "system"):
         raise ApiError(400, f"{where}.role: expected user or assistant", param=f"{where}.role")
     if not isinstance(content, list):
-        return [{"role": role, "content": text_of(content, f"{where}.content") or ""}]
-    converted: dict[str, Any] = {"role": role}
+        return [{"role": role, "content": text_of(content, f"{where}.content") or "", **_pin(message)}]
+    converted: dict[str, Any] = {"role": role, **_pin(message, *(b for b in content if _is_text(b)))}
     results, texts, calls = [], [], []
     for i, block in enumerate(content):
         place = f"{where}.content.{i}"
@@ -248,7 +250,9 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
             text = text_of(block.get("content"), f"{place}.content") or ""
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+            results.append(
+                {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text, **_pin(message, block)}
+            )
         elif kind == "thinking":
             converted["reasoning_content"] = str(block.get("thinking") or "")
         elif kind != "redacted_thinking":
@@ -258,3 +262,12 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     if texts or calls or not results:
         results.append({**converted, "content": "\n".join(texts)})
     return results
+
+
+def _is_text(block: Any) -> bool:
+    return isinstance(block, Mapping) and block.get("type") == "text"
+
+
+def _pin(*parts: Any) -> dict[str, Any]:
+    """Return the field that pins a chat message, if the client's message or a block of it has the field."""
+    return next(({PIN_FIELD: part[PIN_FIELD]} for part in parts if part.get(PIN_FIELD) is not None), {})

@@ -7,9 +7,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import numpy as np
+
 from kvexport.engine.engine import Engine
+from kvexport.engine.request import Ranges
+from kvexport.errors import UsageError
+from kvexport.language.chat import PIN_FIELD
+from kvexport.language.pins import render_pinned
 from kvexport.serve.errors import ApiError
-from kvexport.state.sessions import next_turn
+from kvexport.state.lane import joined, pinned
+from kvexport.state.sessions import next_turn, pins_after
 from kvexport.state.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -34,8 +41,11 @@ class Beside(Protocol):
 class Prompts:
     """Encoder of clients' prompts and conversations, with the tokenizer and the chat template of a server's engine."""
 
-    def __init__(self, engine: Engine, beside: Beside) -> None:
+    def __init__(self, engine: Engine, beside: Beside, *, pins_system: bool = False) -> None:
         self.engine = engine
+        # With room for pinned tokens, the first system messages and tools are pinned if they fit.
+        self._room = engine.manifest.recipe.cache.pinned
+        self._pins_system = pins_system and self._room > 0
         self._beside = beside
 
     async def encode(
@@ -55,24 +65,47 @@ class Prompts:
     async def encode_chat(
         self, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any], *, fits: bool = True
     ) -> Sequence[int] | NDArray[Any]:
-        engine = self.engine
+        return (await self.encode_pinned_chat(messages, tools, variables, fits=fits))[0]
 
-        def work() -> Sequence[int] | NDArray[Any]:
-            if engine.chat_template is None or engine.tokenizer is None:
-                return engine.encode_chat(messages)  # raises an error that names the missing file
-            text = engine.chat_template.render(messages, tools, **variables)
-            ids = self._encoded(engine.tokenizer, text, special=False)
-            return self._fitting(ids) if fits else ids
+    async def encode_pinned_chat(
+        self, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any], *, fits: bool = True
+    ) -> tuple[NDArray[Any], Ranges]:
+        """Return the token ids of a conversation, and the ranges of ids that are pinned."""
+        return await self._beside(
+            lambda: self._pinned_chat(messages, tools, variables, fits=fits), _characters(messages)
+        )
 
-        return await self._beside(work, _characters(messages))
+    def _pinned_chat(
+        self, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any], *, fits: bool
+    ) -> tuple[NDArray[Any], Ranges]:
+        template, tokenizer = self.engine.chat_template, self.engine.tokenizer
+        if template is None or tokenizer is None:
+            return self.engine.encode_chat(messages), ()  # raises an error that names the missing file
+        text, spans = render_pinned(template, messages, tools, variables)
+        ids = self._encoded(tokenizer, text, special=False)
+        encoded = self._fitting(ids) if fits else np.array(ids, np.int64)
+        pins = tokenizer.ranges(text, ids, spans) if spans else []
+        if self._pins_system:
+            with suppress(UsageError):  # a template that shows no place where the front ends
+                spans = render_pinned(template, messages, tools, variables, system=True)[1]
+                front = tokenizer.ranges(text, ids, spans)
+                pins = front if pinned(joined(front)) <= self._room else pins
+        return encoded, pins
 
     async def next_turn(
         self, snapshot: Snapshot, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any]
-    ) -> NDArray[Any] | None:
-        """Return the token ids that a conversation adds to a snapshot; None if it does not continue the snapshot."""
+    ) -> tuple[NDArray[Any], Ranges] | None:
+        """Return the token ids that a conversation adds to a snapshot, and which are pinned; None if it adds none.
 
-        def work() -> NDArray[Any] | None:
-            return next_turn(self.engine, snapshot, messages, tools, **variables)
+        A conversation that pins other tokens of the snapshot than were pinned does not continue it.
+        """
+
+        def work() -> tuple[NDArray[Any], Ranges] | None:
+            ids = next_turn(self.engine, snapshot, messages, tools, **variables)
+            if ids is None or not (self._room or any(message.get(PIN_FIELD) for message in messages)):
+                return None if ids is None else (ids, ())
+            pins = pins_after(snapshot, ids, *self._pinned_chat(messages, tools, variables, fits=False))
+            return None if pins is None else (ids, pins)
 
         return await self._beside(work, _characters(messages))
 

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvexport.language.answer import Answer, Delta
+from kvexport.language.chat import PIN_FIELD
 from kvexport.language.forms import response_form
 from kvexport.serve.conversation import Conversation, Prepared, effort, template_messages
 from kvexport.serve.errors import ApiError
@@ -282,7 +283,7 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for i, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "message":
-            messages.append({key: item[key] for key in ("role", "content") if key in item})
+            messages.append({key: item[key] for key in ("role", "content", PIN_FIELD) if key in item})
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -291,7 +292,8 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
             else:
                 messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         elif kind == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+            result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+            messages.append({**result, **({PIN_FIELD: item[PIN_FIELD]} if PIN_FIELD in item else {})})
         elif kind != "reasoning":
             message = f"input.{i}: an item of type {str(kind)[:40]!r} is not supported"
             raise ApiError(400, message, param=f"input.{i}", code="unsupported_value")

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvexport.engine.engine import Engine
+from kvexport.engine.request import Ranges
 from kvexport.engine.request import Request as EngineRequest
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.language.answer import plan_answer
@@ -116,7 +117,7 @@ class Service:
         # A thread beside the event loop's encodes prompts one at a time, because the model needs the other cores.
         # Long texts and grammars take seconds, so they have threads of their own, and short texts do not wait for them.
         self._encoders, self._long, self._compilers = (anyio.CapacityLimiter(n) for n in (1, 1, 2))
-        self.prompts = Prompts(engine, self.beside)
+        self.prompts = Prompts(engine, self.beside, pins_system=settings.pins_system)
 
     async def read(self, request: Request, kind: type[B]) -> B:
         media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
@@ -159,11 +160,17 @@ class Service:
         return await anyio.to_thread.run_sync(work, limiter=self._long if size > LONG_TEXT else self._encoders)
 
     def requests(
-        self, ids: Any, settings: Sequence[GenerationSettings], priority: int, adapter: str | None, seconds: float
+        self,
+        ids: Any,
+        settings: Sequence[GenerationSettings],
+        priority: int,
+        adapter: str | None,
+        seconds: float,
+        pins: Ranges = (),
     ) -> list[EngineRequest]:
         """Return one engine request for each of `settings`, all for the same prompt, which is read once."""
         deadline = time.monotonic() + seconds
-        first = EngineRequest(ids, settings[0], priority=priority, deadline=deadline, adapter=adapter)
+        first = EngineRequest(ids, settings[0], priority=priority, deadline=deadline, adapter=adapter, pin=pins)
         return [first, *(first.fork(other) for other in settings[1:])]
 
     async def requests_for(
@@ -173,17 +180,18 @@ class Service:
         tools = check_tools(conversation.tools)
         callable_, must = choose(tools, conversation.tool_choice)
         shown = tools if callable_ else None
-        ids: Sequence[int] | NDArray[Any] | None = None
+        continued: tuple[NDArray[Any], Ranges] | None = None
         turn = conversation.turn
         if turn is not None:
             await self.sessions.begin(turn)
             loaded = self.engine.adapters.get(conversation.adapter)
             if (known := turn.snapshot) is not None and known.adapter == (None if loaded is None else loaded.digest):
-                ids = await self.prompts.next_turn(known, conversation.messages, shown, conversation.variables)
-            if ids is None:
+                continued = await self.prompts.next_turn(known, conversation.messages, shown, conversation.variables)
+            if continued is None:
                 turn.snapshot = None
-        if ids is None:
-            ids = await self.prompts.encode_chat(conversation.messages, shown, conversation.variables)
+        ids, pins = continued or await self.prompts.encode_pinned_chat(
+            conversation.messages, shown, conversation.variables
+        )
         plan = plan_answer(
             self.engine.chat_template,
             self.engine.tokenizer,
@@ -203,6 +211,7 @@ class Service:
             default,
             form=plan.grammar,
             adapter=conversation.adapter,
+            pins=pins,
             shown_ids=plan.shown_ids or None,
             **settings,
         )
@@ -218,6 +227,7 @@ class Service:
         *,
         form: Grammar | None = None,
         adapter: str | None = None,
+        pins: Ranges = (),
         **settings: Any,
     ) -> Prepared:
         """Return engine requests that answer a prompt of token ids, which may continue a session's saved state."""
@@ -238,7 +248,7 @@ class Service:
             await anyio.to_thread.run_sync(
                 lambda: self.engine.grammars.start(form, generation[0].eos_token_ids), limiter=self._compilers
             )
-        requests = self.requests(ids, generation, sampling.priority or 0, adapter, self._seconds(turn))
+        requests = self.requests(ids, generation, sampling.priority or 0, adapter, self._seconds(turn), pins)
         if turn is not None:
             requests[0].start, requests[0].keep = snapshot, True
         return Prepared(requests, turn)

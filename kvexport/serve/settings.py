@@ -29,6 +29,8 @@ class ServeSettings:
     preempts: bool = False
     # Whether reasoning is separated from the text of answers, for models whose chat template has reasoning
     reasoning: bool = True
+    # Whether the first system messages and tools of conversations are pinned, if the artifact has room for them
+    pins_system: bool = True
     queue: int = 256  # largest number of requests that wait for a lane
     choices: int = 128  # largest number of answers to one HTTP request: `n` times its prompts
     body: int = 16 * MIB  # largest size of a request body in bytes

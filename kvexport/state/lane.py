@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
+
+Pins = tuple[tuple[int, int], ...]
 
 
 class Counters(NamedTuple):
@@ -14,6 +16,32 @@ class Counters(NamedTuple):
     held: tuple[int, ...]
     added: int  # tokens added since the last merge
     length: int  # tokens seen in all
+    # Pinned tokens, which are never evicted: ranges of positions (first, end), in order and apart from each other. They
+    # may be of prompt tokens that are still unread.
+    pins: Pins = ()
+
+
+def joined(pins: Iterable[tuple[int, int]]) -> Pins:
+    """Return ranges (first, end) of pinned positions in order, with touching ones joined and empty ones left out."""
+    result: list[tuple[int, int]] = []
+    for first, end in sorted(pins):
+        if first >= end:
+            continue
+        if result and first <= result[-1][1]:
+            result[-1] = result[-1][0], max(end, result[-1][1])
+        else:
+            result.append((first, end))
+    return tuple(result)
+
+
+def within(pins: Pins, first: int, end: int) -> Pins:
+    """Return the parts of ranges of pinned positions that are in first <= position < end."""
+    return joined((max(a, first), min(b, end)) for a, b in pins)
+
+
+def pinned(pins: Pins) -> int:
+    """Return the number of positions of ranges."""
+    return sum(end - first for first, end in pins)
 
 
 class Saved(NamedTuple):

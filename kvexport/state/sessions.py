@@ -20,7 +20,7 @@ import secrets
 import stat
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from kvexport.artifact.manifest import Manifest
 from kvexport.errors import EnvironmentProblem, SnapshotError, UsageError
 from kvexport.files import new_file, sync, sync_folder
 from kvexport.language.chat import Message
+from kvexport.state.lane import Pins, joined, within
 from kvexport.state.snapshot import MARK, Snapshot
 
 if TYPE_CHECKING:
@@ -270,6 +271,42 @@ def next_turn(
     if not text.startswith(known) or len(text) == len(known):
         return None
     return np.array(tokenizer.encode_within(text[len(known) :]), np.int64)
+
+
+def pins_after(
+    snapshot: Snapshot, ids: NDArray[np.int64], whole: NDArray[np.int64], pins: Iterable[tuple[int, int]]
+) -> Pins | None:
+    """Return the ranges of `ids`, which continue a snapshot, that a conversation pins; None if the snapshot cannot.
+
+    A snapshot cannot be continued if it has other pinned tokens than the conversation: tokens that were not pinned when
+    they were read may be merged already.
+
+    Args:
+        snapshot: The snapshot.
+        ids: The token ids that the conversation adds to those of the snapshot, from `next_turn`.
+        whole: The token ids of the conversation as one text. They may differ within answers from those of the snapshot,
+            because a model may write a text in other tokens than the tokenizer.
+        pins: The ranges (first, end) of `whole` that are pinned.
+    """
+    sequence, seen = np.concatenate([snapshot.ids, ids]), len(snapshot.ids)
+    begins, ends = _alike(sequence, whole), len(whole) - _alike(sequence[::-1], whole[::-1])
+    moved = []
+    for first, end in pins:
+        if end > begins and first < ends:
+            return None
+        by = 0 if end <= begins else len(sequence) - len(whole)
+        moved.append((first + by, end + by))
+    known = joined(moved)
+    if within(known, 0, seen) != snapshot.counters.pins:
+        return None
+    return tuple((first - seen, end - seen) for first, end in within(known, seen, len(sequence)))
+
+
+def _alike(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
+    """Return how many first numbers of two sequences are equal."""
+    n = min(len(a), len(b))
+    other = np.flatnonzero(a[:n] != b[:n])
+    return int(other[0]) if other.size else n
 
 
 class _KnownNames:

@@ -28,12 +28,13 @@ from kvexport.files import json_digest
 from kvexport.language.settings import GenerationSettings
 from kvexport.plan.cache import CachePlan, slots_of
 from kvexport.schema.state import RING
-from kvexport.state.lane import Counters, Saved
+from kvexport.state.lane import Counters, Saved, joined, pinned
 from kvexport.state.periodic import READ
 
 MAGIC = b"kvexsnap"
-# Version 2 has reference queries, which may be fewer than the rows of their ring. Version 3 has an adapter.
-VERSIONS = (1, 2, 3)
+# Version 2 has reference queries, which may be fewer than the rows of their ring. Version 3 has an adapter, version 4
+# pinned tokens.
+VERSIONS = (1, 2, 3, 4)
 _FIXED = struct.Struct("<8sII32s")
 MARK = _FIXED.size  # bytes at the beginning, with the header's digest: they differ between any two snapshots
 _HEADER_LIMIT = 64 << 20
@@ -59,7 +60,8 @@ class Origin:
                 "limits": {"max_batch"},
                 "speculate": True,
                 "adapters": True,
-                "cache": {"periodic"},
+                # The key of an artifact without room for pinned tokens is left out, as it was before there was one.
+                "cache": {"periodic", *([] if manifest.recipe.cache.pinned else ["pinned"])},
             },
         )
         weights = {name: entry.sha256 for name, entry in manifest.files.items() if name.endswith(".weights")}
@@ -119,7 +121,7 @@ class Snapshot:
         contiguous = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
         header = {
             **{field.name: getattr(self.origin, field.name) for field in fields(self.origin)},
-            "counters": self.counters._asdict(),
+            "counters": {name: x for name, x in self.counters._asdict().items() if name != "pins" or x},
             "sampler": self.sampler,
             "text": self.text,
             "settings": None if self.settings is None else _settings().dump_python(self.settings, mode="json"),
@@ -133,6 +135,7 @@ class Snapshot:
         text += b" " * (-(_FIXED.size + len(text)) % _ALIGNMENT)
         version = VERSIONS[1 if any(name.rpartition(".")[2] in RING for name in self.state) else 0]
         version = version if self.adapter is None else VERSIONS[2]
+        version = VERSIONS[3] if self.counters.pins else version
         fixed = _FIXED.pack(MAGIC, version, len(text), hashlib.sha256(text).digest())
         return b"".join([fixed, text, *(_raw(x) for x in contiguous.values())])
 
@@ -145,7 +148,10 @@ class Snapshot:
             Origin.of(manifest).check(origin)
             arrays = _read_tensors(header["tensors"], rest)
             counts = header["counters"]
-            counters = Counters(tuple(map(_count, counts["held"])), _count(counts["added"]), _count(counts["length"]))
+            pins = tuple((_count(first), _count(end)) for first, end in counts.get("pins", ()))
+            counters = Counters(
+                tuple(map(_count, counts["held"])), _count(counts["added"]), _count(counts["length"]), pins
+            )
             settings = header["settings"]
             generation = None if settings is None else _settings().validate_python(settings)
             adapter = header.get("adapter")
@@ -226,6 +232,9 @@ def _check(snapshot: Snapshot, manifest: Manifest) -> None:
     if snapshot.state.keys() != expected.keys():
         wrong = sorted(snapshot.state.keys() ^ expected.keys())[0]
         raise damaged(f"the tensor {wrong[:80]!r} is missing, or of no layer")
+    count, room = pinned(counters.pins), manifest.recipe.cache.pinned
+    if counters.pins != joined(counters.pins) or count > room or any(end > len(ids) for _, end in counters.pins):
+        raise damaged(f"it pins {count} tokens that are no ranges of its {len(ids)} ids, or are more than {room}")
     if len(counters.held) != (heads := len(plan.heads("capacity"))):
         raise damaged(f"counters of {len(counters.held)} KV heads, there are {heads}")
     _check_tensors(snapshot, plan)

@@ -167,6 +167,48 @@ def test_positions_are_of_any_size(backend: Backend) -> None:
     assert_same_rows(actual, expected)
 
 
+NO_PLACES = [p for p in MERGE_PROFILES if not p.sliding_window and not p.rotary.cache_positions]
+
+
+@pytest.mark.parametrize(
+    ("backend", "profile"),
+    [
+        pytest.param(backend, profile, id=f"{profile.name}-{backend.name}")
+        for backend in reached()
+        for profile in NO_PLACES
+        if backend.lacks(profile.attributes(1)) is None
+    ],
+)
+@pytest.mark.parametrize("name", ["one-over", "ragged-over-the-budget", "far-beyond-the-budget"])
+def test_slots_of_lowered_positions_are_sinks(backend: Backend, profile: MergeProfile, name: str) -> None:
+    """The engine pins a slot by lowering its position below 0. Pins are in several places of each sequence.
+
+    A sequence has the same pins in all heads, as far as they hold them.
+    """
+    scenario = next(s for s in MERGE_SCENARIOS if s.name == name)
+    attributes, state = attributes_of(profile, scenario), permuted(merge_cache_state(profile, scenario), seed=3)
+    rng, was_pinned = np.random.default_rng(11), np.zeros(state["votes"].shape, bool)
+    for b in range(len(scenario.used)):
+        used = state["votes"][b] > 0
+        if not used.any():
+            continue
+        pins = rng.choice(np.unique(state["position"][b][used]), size=3, replace=False)
+        was_pinned[b] = used & np.isin(state["position"][b], pins)
+    length = int(state["position"].max()) + 1
+    state["position"] = np.where(was_pinned, state["position"] - length, state["position"]).astype(np.int32)
+    actual, expected = state_of(backend.merge_cache(state, attributes)), right(state, attributes)
+    single, stored = single_precision(scenario.peak), stored_precision(profile.dtype, scenario.peak)
+    assert_same_cache(actual, expected, profile.statistics, single=single, stored=stored)
+    assert_same_rows(actual, expected)
+    for b, h in np.ndindex(*was_pinned.shape[:2]):
+        before, after = by_position(state, b, h), by_position(actual, b, h)
+        old, new = (x["position"] < 0 for x in (before, after))
+        assert old.sum() == was_pinned[b, h].sum() == new.sum()
+        for tensor in STATE:
+            slots = (slice(None),) if tensor in ("key", "value") else ()
+            assert (after[tensor][(..., new, *slots)] == before[tensor][(..., old, *slots)]).all(), tensor
+
+
 @every_merge
 def test_a_sequence_does_not_depend_on_its_batch(backend: Backend, profile: MergeProfile) -> None:
     scenario = next(s for s in MERGE_SCENARIOS if s.name == "ragged-over-the-budget")

@@ -11,7 +11,7 @@ import pytest
 from kvexport.errors import UsageError
 from kvexport.plan.budgets import allocate
 from kvexport.plan.cache import CachePlan, LayerGeometry
-from kvexport.plan.planner import plan_cache
+from kvexport.plan.planner import cache_notes, plan_cache
 from kvexport.recipe.fields import MOST, Recipe
 from kvexport.recipe.load import load_recipe
 
@@ -193,3 +193,38 @@ def test_whole_layers_and_positions_in_the_cache_are_refused_together(length: in
     with pytest.raises(UsageError, match=r"lets layers \[1\] hold more") as caught:
         plan_cache(Recipe.model_validate(recipe), [LayerGeometry(2, 2, 8, 8)] * 2)
     assert "--set cache.allocation.whole=[]" in caught.value.fix
+
+
+def pinned_plan(geometry: list[LayerGeometry] | None = None, length: int = 4096, **cache: Any) -> CachePlan:
+    recipe = {"model": {"path": "-"}, "limits": {"max_length": length}}
+    recipe["cache"] = {"method": "h2o", "budget": 100, "pinned": 64, **cache}
+    return plan_cache(Recipe.model_validate(recipe), geometry or [LayerGeometry(8, 2, 16, 16)] * 2)
+
+
+def test_room_for_pinned_tokens_is_beside_every_heads_budget() -> None:
+    shares = [[1, 3], [2, 2]]
+    without = pinned_plan(pinned=0, allocation={"kind": "listed", "shares": shares})
+    plan = pinned_plan(allocation={"kind": "listed", "shares": shares})
+    assert (plan.heads("budget") - without.heads("budget")).tolist() == [64] * 4
+    assert (plan.heads("capacity") - without.heads("capacity")).tolist() == [64] * 4
+    assert [x.recent for x in plan.caches] == [x.recent for x in without.caches]
+    windowed = pinned_plan([LayerGeometry(8, 2, 16, 16, sliding_window=50), LayerGeometry(8, 2, 16, 16)])
+    assert [x.budget[0] for x in windowed.caches] == [50, 164]
+    assert not any(x.merges for x in pinned_plan(length=150).caches)  # nothing is evicted any more
+    recipe = Recipe.model_validate({"model": {"path": "-"}, "cache": {"method": "h2o", "budget": 100, "pinned": 64}})
+    assert cache_notes(recipe, plan) == ["64 slots of each budget are room for pinned tokens (cache.pinned)"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "windows", "why"),
+    [
+        ({"method": "full"}, 0, "the method full evicts nothing"),
+        ({"periodic": {"slots": 128}}, 0, "cache.periodic.slots is 128"),
+        ({"positions": "cache"}, 0, "cache.positions is cache"),
+        ({}, 50, "every layer has a sliding window"),
+    ],
+)
+def test_room_for_pinned_tokens_without_a_meaning_is_refused(settings: dict[str, Any], windows: int, why: str) -> None:
+    with pytest.raises(UsageError, match=why) as caught:
+        pinned_plan([LayerGeometry(8, 2, 16, 16, sliding_window=windows)], **settings)
+    assert "--set cache.pinned=0" in caught.value.fix

@@ -88,7 +88,8 @@ MISTAKES = [
     {"nothing": 1},
     *({section: {key: MOST + 1}} for section, key in (
         ("export", "prefill_chunk"), ("cache", "merge_every"), ("cache", "slack"), ("cache", "sinks"),
-        ("cache", "recent"), ("cache", "budget"), ("limits", "max_length"), ("limits", "max_batch"),
+        ("cache", "recent"), ("cache", "budget"), ("cache", "pinned"), ("limits", "max_length"),
+        ("limits", "max_batch"),
     )),
 ]  # fmt: skip
 

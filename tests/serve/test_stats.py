@@ -84,9 +84,10 @@ def test_the_usage_of_an_answer_tells_what_its_cache_holds(server: Running) -> N
     answer = server.ask("/v1/completions", {**ASKED, "stream": False, "max_tokens": 4, "n": 2})[2]["usage"]
     slots = [lane["slots"] for lane in server.ask("/stats")[2]["lanes"][:2]]
     merged = 2 * (88 + 3) - round(sum(slots))
-    assert answer["kv_cache"] == {"slots": sum(slots), "merged_tokens": merged, "prompt_tokens_over_budget": 88 - 32}
+    held = {"slots": sum(slots), "merged_tokens": merged, "pinned_tokens": 0}
+    assert answer["kv_cache"] == {**held, "prompt_tokens_over_budget": 88 - 32}
     short = server.ask("/v1/completions", {"prompt": "anna", "max_tokens": 4})[2]["usage"]["kv_cache"]
-    assert short == {"slots": 4 + 3, "merged_tokens": 0, "prompt_tokens_over_budget": 0}
+    assert short == {"slots": 4 + 3, "merged_tokens": 0, "pinned_tokens": 0, "prompt_tokens_over_budget": 0}
 
 
 @pytest.mark.parametrize(

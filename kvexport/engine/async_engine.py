@@ -14,6 +14,7 @@ from kvexport.engine.engine import Engine
 from kvexport.engine.request import FINISHED, Processors, Prompt, Request, as_processors
 from kvexport.engine.thread import EngineThread
 from kvexport.errors import KvexportError
+from kvexport.images.decode import ImageInput
 from kvexport.language.chat import Message
 from kvexport.language.settings import GenerationSettings
 from kvexport.language.token import Token
@@ -63,12 +64,13 @@ class AsyncEngine:
         prompt: Prompt,
         settings: GenerationSettings | None = None,
         *,
+        images: Sequence[ImageInput] = (),
         adapter: str | None = None,
         logits_processor: Processors = None,
         **overrides: Any,
     ) -> Completion:
         """Answer one prompt, and return the completion. Arguments and errors are those of `Engine.generate`."""
-        request = await self._request(prompt, settings, adapter, logits_processor, overrides)
+        request = await self._request(prompt, settings, images, adapter, logits_processor, overrides)
         return await self._completion(request)
 
     async def astream(
@@ -76,12 +78,13 @@ class AsyncEngine:
         prompt: Prompt,
         settings: GenerationSettings | None = None,
         *,
+        images: Sequence[ImageInput] = (),
         adapter: str | None = None,
         logits_processor: Processors = None,
         **overrides: Any,
     ) -> AsyncGenerator[Token, None]:
         """Yield the tokens of the answer to one prompt. Arguments and errors are those of `Engine.stream`."""
-        request = await self._request(prompt, settings, adapter, logits_processor, overrides)
+        request = await self._request(prompt, settings, images, adapter, logits_processor, overrides)
         async with aclosing(self._tokens(request)) as tokens:
             async for token in tokens:
                 yield token
@@ -109,13 +112,14 @@ class AsyncEngine:
         self,
         prompt: Prompt,
         settings: GenerationSettings | None,
+        images: Sequence[ImageInput],
         adapter: str | None,
         processors: Processors,
         overrides: dict[str, Any],
     ) -> Request:
         generation = settings or self.engine.settings(**overrides)
-        ids = await asyncio.to_thread(self.engine.encode, prompt)
-        return Request(ids, generation, processors=as_processors(processors), adapter=adapter)
+        ids, encoded = await asyncio.to_thread(self.engine.encode_with_images, prompt, images)
+        return Request(ids, generation, processors=as_processors(processors), adapter=adapter, images=encoded)
 
     async def _completion(self, request: Request) -> Completion:
         completion = Completion(len(request.prompt))

@@ -7,8 +7,11 @@ placeholder token for each of these vectors.
 from __future__ import annotations
 
 import hashlib
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +21,7 @@ from kvexport.errors import UsageError
 from kvexport.images.decode import ImageInput, read_image
 from kvexport.images.tiles import ImageSpec, tiles_of
 
+KEPT_ROWS = 128 << 20  # bytes of the rows of earlier images that an engine keeps
 # The decoder's inputs for images: rows [n, hidden] float32, of which row 0 stands in no place, and the row in the place
 # of each token [B, T] int64, 0 for none.
 IMAGE_INPUTS = ("image_rows", "image_places")
@@ -41,32 +45,79 @@ class PromptImages:
     Attributes:
         rows: The vectors [n, hidden], in the order of the placeholder tokens.
         keys: A negative number for each vector [n], by which equal images are recognized.
+        digests: The SHA-256 of each image's tiles, in hexadecimal digits.
     """
 
     rows: NDArray[np.float32]
     keys: NDArray[np.int64]
+    digests: tuple[str, ...]
+
+
+class RowCache:
+    """The vectors of the images that were encoded last, by digest: a client sends an image again in every turn."""
+
+    def __init__(self) -> None:
+        self._rows: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def rows(self, digest: bytes, encode: Callable[[], NDArray[np.float32]]) -> NDArray[np.float32]:
+        with self._lock:
+            known = self._rows.pop(digest, None)
+        rows = encode() if known is None else known
+        with self._lock:
+            self._rows[digest] = rows
+            while sum(kept.nbytes for kept in self._rows.values()) > KEPT_ROWS:
+                self._rows.popitem(last=False)
+        return rows
 
 
 def encode_images(
-    images: Sequence[ImageInput], spec: ImageSpec, encode: Callable[[NDArray[np.float32]], NDArray[np.float32]]
+    images: Sequence[ImageInput],
+    spec: ImageSpec,
+    encode: Callable[[NDArray[np.float32]], NDArray[np.float32]] | None,
+    cache: RowCache,
+    *,
+    read: Sequence[str] = (),
+    check: Callable[[int], None] | None = None,
 ) -> tuple[PromptImages, list[str]]:
     """Return encoded images, and for each image the text with placeholder tokens that stands for it in a prompt.
 
     Args:
         images: The images.
         spec: How images are cut into tiles.
-        encode: The image encoder: pixels of one tile [1, 3, height, width] to its vectors [rows, hidden].
+        encode: The image encoder: pixels of one tile [1, 3, height, width] to its vectors [rows, hidden]. None if only
+            texts and digests are needed; the result then has no vectors.
+        cache: The vectors of earlier images.
+        read: Digests of images that the model has read already. The first images get no vectors while they are these.
+        check: A function that is called before each image is encoded, with the number of vectors up to its end. It
+            raises an error if they are too many.
     """
-    rows, keys, texts = [], [], []
+    rows, keys = [np.zeros((0, spec.hidden), np.float32)], [np.zeros(0, np.int64)]
+    digests: list[str] = []
+    texts: list[str] = []
+    count = 0
     for image in images:
         tiles, grid = tiles_of(read_image(image), spec)
         if grid not in spec.texts:
             raise UsageError(f"an image is cut into {grid} tiles, for which the model has no text", "a smaller image")
-        digest = hashlib.sha256(tiles.tobytes()).digest()
-        rows += [encode(tile[None]) for tile in tiles]
-        keys.append(np.full(len(tiles) * spec.rows, -1 - (int.from_bytes(digest[:8], "little") >> 1), np.int64))
+        digest, new = hashlib.sha256(tiles.tobytes()).digest(), len(tiles) * spec.rows
+        digests.append(digest.hex())
         texts.append(spec.text(grid))
-    return PromptImages(np.concatenate(rows), np.concatenate(keys)), texts
+        count += new
+        if check is not None:
+            check(count)
+        if encode is None or [*read[: len(digests)]] == digests:
+            continue
+        one = partial(_encoded, tiles, encode)
+        rows.append(cache.rows(digest, one))
+        keys.append(np.resize(np.frombuffer(digest, np.int64) | np.iinfo(np.int64).min, new))
+    return PromptImages(np.concatenate(rows), np.concatenate(keys), tuple(digests)), texts
+
+
+def _encoded(
+    tiles: NDArray[np.float32], encode: Callable[[NDArray[np.float32]], NDArray[np.float32]]
+) -> NDArray[np.float32]:
+    return np.concatenate([encode(tile[None]) for tile in tiles])
 
 
 def with_images(prompt: str, texts: Sequence[str], spec: ImageSpec) -> str:

@@ -32,8 +32,9 @@ from kvexport.state.lane import Counters, Saved
 from kvexport.state.periodic import READ
 
 MAGIC = b"kvexsnap"
-# Version 2 has reference queries, which may be fewer than the rows of their ring. Version 3 has an adapter.
-VERSIONS = (1, 2, 3)
+# Version 2 has reference queries, which may be fewer than the rows of their ring. Version 3 has an adapter,
+# version 4 images.
+VERSIONS = (1, 2, 3, 4)
 _FIXED = struct.Struct("<8sII32s")
 MARK = _FIXED.size  # bytes at the beginning, with the header's digest: they differ between any two snapshots
 _HEADER_LIMIT = 64 << 20
@@ -101,6 +102,7 @@ class Snapshot:
     text: Mapping[str, Any] | None = None
     settings: GenerationSettings | None = None  # settings of the answer
     adapter: str | None = None  # digest of the LoRA adapter that computed the state; None for the model without one
+    images: tuple[str, ...] = ()  # digests of the images among the tokens, in order (`PromptImages.digests`)
 
     @property
     def length(self) -> int:
@@ -124,6 +126,7 @@ class Snapshot:
             "text": self.text,
             "settings": None if self.settings is None else _settings().dump_python(self.settings, mode="json"),
             **({} if self.adapter is None else {"adapter": self.adapter}),
+            **({"images": self.images} if self.images else {}),
             "tensors": [
                 {"name": name, "dtype": x.dtype.str, "shape": x.shape, "sha256": _sha256(x)}
                 for name, x in contiguous.items()
@@ -132,7 +135,7 @@ class Snapshot:
         text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
         text += b" " * (-(_FIXED.size + len(text)) % _ALIGNMENT)
         version = VERSIONS[1 if any(name.rpartition(".")[2] in RING for name in self.state) else 0]
-        version = version if self.adapter is None else VERSIONS[2]
+        version = VERSIONS[3] if self.images else version if self.adapter is None else VERSIONS[2]
         fixed = _FIXED.pack(MAGIC, version, len(text), hashlib.sha256(text).digest())
         return b"".join([fixed, text, *(_raw(x) for x in contiguous.values())])
 
@@ -151,8 +154,11 @@ class Snapshot:
             adapter = header.get("adapter")
             if not (adapter is None or isinstance(adapter, str)):
                 raise damaged("its adapter is no text")
+            images = header.get("images", [])
+            if not (isinstance(images, list) and all(isinstance(digest, str) for digest in images)):
+                raise damaged("its images are no digests")
             ids, sampler, text = arrays.pop("ids"), header["sampler"], header["text"]
-            snapshot = cls(origin, ids, arrays, counters, sampler, text, generation, adapter)
+            snapshot = cls(origin, ids, arrays, counters, sampler, text, generation, adapter, tuple(images))
             _check(snapshot, manifest)
             return snapshot
         except (KeyError, TypeError, ValueError, OverflowError, ValidationError) as error:

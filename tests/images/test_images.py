@@ -78,6 +78,14 @@ def test_tiles_are_those_of_transformers(name: str, cut: tuple[Any, ImageSpec]) 
     assert spec.text(grid) == text
 
 
+def test_images_are_put_on_white_band_by_band(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = _with_alpha("RGBA")
+    whole = np.asarray(decode.read_image(data))
+    for band in (1, 33, 400):
+        monkeypatch.setattr(decode, "_BAND", band)
+        assert np.array_equal(np.asarray(decode.read_image(data)), whole)
+
+
 @pytest.mark.parametrize(
     ("data", "problem"),
     [

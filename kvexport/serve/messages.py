@@ -16,9 +16,10 @@ from kvexport.language.answer import Delta
 from kvexport.language.forms import response_form
 from kvexport.language.reasoning import thinks
 from kvexport.serve.answers import kv_cache_of, stop_string
-from kvexport.serve.conversation import Conversation, Prepared, continuation, text_of
+from kvexport.serve.conversation import Conversation, Prepared, content_of, continuation, joined, part_of, text_of
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import MOST_STOPS, Body, Objects, Sampling, StopString
+from kvexport.serve.pictures import Picture
 from kvexport.serve.service import Service
 from kvexport.serve.sessions import turn_of
 from kvexport.serve.streams import error_event, event
@@ -123,7 +124,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
     service.check_model(body.model)
     conversation = body.conversation()
     tools = conversation.tools or None
-    ids = await service.prompts.encode_chat(conversation.messages, tools, conversation.variables, fits=False)
+    ids, _ = await service.prompts.encode_chat(conversation.messages, tools, conversation.variables, fits=False)
     return JSONResponse({"input_tokens": len(ids)})
 
 
@@ -231,7 +232,7 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     if not isinstance(content, list):
         return [{"role": role, "content": text_of(content, f"{where}.content") or ""}]
     converted: dict[str, Any] = {"role": role}
-    results, texts, calls = [], [], []
+    results, calls, parts = [], [], list[str | Picture]()
     for i, block in enumerate(content):
         place = f"{where}.content.{i}"
         kind = block.get("type") if isinstance(block, Mapping) else None
@@ -239,14 +240,14 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
             function = {"name": block["name"], "arguments": block.get("input") or {}}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
-            text = text_of(block.get("content"), f"{place}.content") or ""
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+            result = content_of(block.get("content"), f"{place}.content") or ""
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
         elif kind == "thinking":
             converted["reasoning_content"] = str(block.get("thinking") or "")
         elif kind != "redacted_thinking":
-            texts.append(text_of([block], place) or "")
+            parts.append(part_of(block, place))
     if calls:
         converted["tool_calls"] = calls
-    if texts or calls or not results:
-        results.append({**converted, "content": "\n".join(texts)})
+    if parts or calls or not results:
+        results.append({**converted, "content": joined(parts)})
     return results

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvexport.engine.engine import Engine
 from kvexport.serve.errors import ApiError
+from kvexport.serve.pictures import with_pictures
+from kvexport.serve.settings import ServeSettings
 from kvexport.state.sessions import next_turn
 from kvexport.state.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from kvexport.images.rows import PromptImages
     from kvexport.language.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -26,17 +29,17 @@ LARGE_TEXT = 1 << 20  # characters; encoding a longer text takes some 100 MB
 class Beside(Protocol):
     """Type of a function that runs another function outside of the event loop's thread."""
 
-    def __call__(self, work: Callable[[], T], size: int = 0, /) -> Awaitable[T]:
-        """Run `work` on `size` characters outside of the event loop's thread, and return its result."""
+    def __call__(self, work: Callable[[], T], size: int = 0, images: int = 0, /) -> Awaitable[T]:
+        """Run `work` on `size` characters and on images outside of the event loop's thread, and return its result."""
         ...
 
 
 class Prompts:
     """Encoder of clients' prompts and conversations, with the tokenizer and the chat template of a server's engine."""
 
-    def __init__(self, engine: Engine, beside: Beside) -> None:
+    def __init__(self, engine: Engine, beside: Beside, settings: ServeSettings) -> None:
         self.engine = engine
-        self._beside = beside
+        self._beside, self._settings = beside, settings
 
     async def encode(
         self, prompt: str | Sequence[int], *, special: bool = True, within: bool = False, fits: bool = True
@@ -54,27 +57,33 @@ class Prompts:
 
     async def encode_chat(
         self, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any], *, fits: bool = True
-    ) -> Sequence[int] | NDArray[Any]:
+    ) -> tuple[Sequence[int] | NDArray[Any], PromptImages | None]:
+        """Return the token ids of a conversation, and its encoded images.
+
+        With `fits=False` the conversation may be too long for the model's context, and its images are not encoded.
+        """
         engine = self.engine
+        bound, pictures = with_pictures(messages, engine.manifest, self._settings)
 
-        def work() -> Sequence[int] | NDArray[Any]:
-            if engine.chat_template is None or engine.tokenizer is None:
-                return engine.encode_chat(messages)  # raises an error that names the missing file
-            text = engine.chat_template.render(messages, tools, **variables)
+        def work() -> tuple[Sequence[int] | NDArray[Any], PromptImages | None]:
+            check = self._check_images if fits else None
+            text, images = engine.chat_text(bound, tools, variables, rows=fits, check=check)
+            assert engine.tokenizer is not None
             ids = self._encoded(engine.tokenizer, text, special=False)
-            return self._fitting(ids) if fits else ids
+            return (self._fitting(ids) if fits else ids), images
 
-        return await self._beside(work, _characters(messages))
+        return await self._beside(work, _characters(messages), pictures)
 
     async def next_turn(
         self, snapshot: Snapshot, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any]
-    ) -> NDArray[Any] | None:
-        """Return the token ids that a conversation adds to a snapshot; None if it does not continue the snapshot."""
+    ) -> tuple[NDArray[Any], PromptImages | None] | None:
+        """Return the token ids and images that a conversation adds to a snapshot; None if it does not continue it."""
+        bound, pictures = with_pictures(messages, self.engine.manifest, self._settings)
 
-        def work() -> NDArray[Any] | None:
-            return next_turn(self.engine, snapshot, messages, tools, **variables)
+        def work() -> tuple[NDArray[Any], PromptImages | None] | None:
+            return next_turn(self.engine, snapshot, bound, tools, self._check_images, **variables)
 
-        return await self._beside(work, _characters(messages))
+        return await self._beside(work, _characters(messages), pictures)
 
     async def text_of(self, prompt: str | Sequence[int]) -> str:
         """Return a prompt as text; a prompt of token ids is decoded."""
@@ -95,6 +104,9 @@ class Prompts:
             message = f"This model's maximum context length is {limit} tokens, and the prompt has {count}: "
             raise ApiError(400, message + "context_length_exceeded", code="context_length_exceeded", param="messages")
 
+    def _check_images(self, tokens: int) -> None:
+        self.check_length(tokens, at_least=True)
+
     def _encoded(self, tokenizer: Tokenizer, text: str, *, special: bool, within: bool = False) -> list[int]:
         """Return the token ids of a text. A long text that cannot fit the model's context is refused beforehand."""
         least = tokenizer.least_tokens(text)
@@ -113,7 +125,8 @@ class Prompts:
 
 
 def _characters(messages: Sequence[Any]) -> int:
-    return sum(len(str(message.get("content") or "")) for message in messages)
+    contents = [message.get("content") or "" for message in messages]
+    return sum(len(x) if isinstance(x, str) else sum(len(part.get("text", "")) for part in x) for x in contents)
 
 
 def give_back_memory() -> None:

@@ -20,6 +20,7 @@ from starlette.responses import Response
 from kvexport.engine.engine import Engine
 from kvexport.engine.request import Request as EngineRequest
 from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.images.rows import KEPT_ROWS
 from kvexport.language.answer import plan_answer
 from kvexport.language.grammar import Grammar
 from kvexport.language.tools import check_tools, choose
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvexport.artifact.manifest import Manifest
+    from kvexport.images.rows import PromptImages
     from kvexport.language.settings import GenerationSettings
 
 T = TypeVar("T")
@@ -109,14 +111,15 @@ class Service:
             0 if engine.prefixes is None else engine.prefixes.limit,
             settings.session_memory,
             engine.adapters.nbytes,
+            KEPT_ROWS if engine.manifest.images else 0,
         )
         self.responses = ResponseStore()
         self.tracing = tracing.start(self.model)
         self.worker = Worker(engine, self.metrics, engine.max_batch + settings.queue, self.tracing)
         # A thread beside the event loop's encodes prompts one at a time, because the model needs the other cores.
-        # Long texts and grammars take seconds, so they have threads of their own, and short texts do not wait for them.
-        self._encoders, self._long, self._compilers = (anyio.CapacityLimiter(n) for n in (1, 1, 2))
-        self.prompts = Prompts(engine, self.beside)
+        # Long texts, images and grammars take seconds. They have threads of their own, so that short texts do not wait.
+        self._encoders, self._long, self._images, self._compilers = (anyio.CapacityLimiter(n) for n in (1, 1, 1, 2))
+        self.prompts = Prompts(engine, self.beside, settings)
 
     async def read(self, request: Request, kind: type[B]) -> B:
         media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
@@ -143,16 +146,25 @@ class Service:
         """Return the LoRA adapter that a request names as its model; None if it names the model itself."""
         return model if model in self.engine.adapters.by_name else None
 
-    async def beside(self, work: Callable[[], T], size: int = 0) -> T:
-        """Run `work` on `size` bytes or characters outside of the event loop's thread, and return its result."""
-        return await anyio.to_thread.run_sync(work, limiter=self._long if size > LONG_TEXT else self._encoders)
+    async def beside(self, work: Callable[[], T], size: int = 0, images: int = 0) -> T:
+        """Run `work` on `size` bytes or characters and on images outside of the event loop's thread."""
+        if images and self._images.statistics().tasks_waiting >= self.settings.queue:
+            raise overloaded(f"{self.settings.queue} requests with images wait, and no more than that may")
+        limiter = self._images if images else self._long if size > LONG_TEXT else self._encoders
+        return await anyio.to_thread.run_sync(work, limiter=limiter)
 
     def requests(
-        self, ids: Any, settings: Sequence[GenerationSettings], priority: int, adapter: str | None, seconds: float
+        self,
+        ids: Any,
+        settings: Sequence[GenerationSettings],
+        priority: int,
+        adapter: str | None,
+        seconds: float,
+        images: PromptImages | None = None,
     ) -> list[EngineRequest]:
         """Return one engine request for each of `settings`, all for the same prompt, which is read once."""
         deadline = time.monotonic() + seconds
-        first = EngineRequest(ids, settings[0], priority=priority, deadline=deadline, adapter=adapter)
+        first = EngineRequest(ids, settings[0], priority=priority, deadline=deadline, adapter=adapter, images=images)
         return [first, *(first.fork(other) for other in settings[1:])]
 
     async def requests_for(
@@ -162,17 +174,18 @@ class Service:
         tools = check_tools(conversation.tools)
         callable_, must = choose(tools, conversation.tool_choice)
         shown = tools if callable_ else None
-        ids: Sequence[int] | NDArray[Any] | None = None
+        encoded: tuple[Sequence[int] | NDArray[Any], PromptImages | None] | None = None
         turn = conversation.turn
         if turn is not None:
             await self.sessions.begin(turn)
             loaded = self.engine.adapters.get(conversation.adapter)
             if (known := turn.snapshot) is not None and known.adapter == (None if loaded is None else loaded.digest):
-                ids = await self.prompts.next_turn(known, conversation.messages, shown, conversation.variables)
-            if ids is None:
+                encoded = await self.prompts.next_turn(known, conversation.messages, shown, conversation.variables)
+            if encoded is None:
                 turn.snapshot = None
-        if ids is None:
-            ids = await self.prompts.encode_chat(conversation.messages, shown, conversation.variables)
+        if encoded is None:
+            encoded = await self.prompts.encode_chat(conversation.messages, shown, conversation.variables)
+        ids, images = encoded
         plan = plan_answer(
             self.engine.chat_template,
             self.engine.tokenizer,
@@ -192,6 +205,7 @@ class Service:
             default,
             form=plan.grammar,
             adapter=conversation.adapter,
+            images=images,
             shown_ids=plan.shown_ids or None,
             **settings,
         )
@@ -207,6 +221,7 @@ class Service:
         *,
         form: Grammar | None = None,
         adapter: str | None = None,
+        images: PromptImages | None = None,
         **settings: Any,
     ) -> Prepared:
         """Return engine requests that answer a prompt of token ids, which may continue a session's saved state."""
@@ -227,7 +242,7 @@ class Service:
             await anyio.to_thread.run_sync(
                 lambda: self.engine.grammars.start(form, generation[0].eos_token_ids), limiter=self._compilers
             )
-        requests = self.requests(ids, generation, sampling.priority or 0, adapter, self._seconds(turn))
+        requests = self.requests(ids, generation, sampling.priority or 0, adapter, self._seconds(turn), images)
         if turn is not None:
             requests[0].start, requests[0].keep = snapshot, True
         return Prepared(requests, turn)

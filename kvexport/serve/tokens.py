@@ -42,7 +42,7 @@ async def tokenize(service: Service, request: Request) -> Response:
         ids = await service.prompts.encode(body.prompt, special=body.add_special_tokens is not False, fits=False)
     else:
         variables = template_variables(body.chat_template_kwargs, body.add_generation_prompt)
-        ids = await service.prompts.encode_chat(
+        ids, _ = await service.prompts.encode_chat(
             template_messages(body.messages or []), body.tools, variables, fits=False
         )
     texts = TokenTexts(service.engine.tokenizer)

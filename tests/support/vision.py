@@ -110,7 +110,8 @@ KINDS: dict[str, tuple[list[str], dict[str, str], Any, dict[str, Any], Any]] = {
     ),
 }
 TEMPLATE = (
-    "{% for message in messages %}[{{ message['role'] }}]{% for part in message['content'] %}"
+    "{% for message in messages %}"
+    "[{{ 'answer' if message['role'] == 'assistant' else message['role'] }}]{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}MARKER{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}[answer]"
 )
 

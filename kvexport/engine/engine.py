@@ -242,9 +242,17 @@ class Engine(EngineCore):
         variables: Mapping[str, Any],
         **options: Any,
     ) -> tuple[str, PromptImages | None]:
-        """Return a conversation as text with the placeholder tokens of its images, and its encoded images.
+        """Return a conversation as text with the placeholder tokens of its images, and its encoded images or None.
 
-        `rows=False` returns images without their vectors; other `options` are those of `encode_images`.
+        Args:
+            messages: Messages as for `encode_chat_with_images`.
+            tools: JSON schemas of functions that the model may call.
+            variables: Variables of the chat template, such as `enable_thinking`.
+            options: `rows=False` leaves out the vectors of the images. `read` and `check` are arguments of
+                `kvexport.images.rows.encode_images`.
+
+        Raises:
+            UsageError: The artifact has no chat template that shows images, or an image cannot be read.
         """
         if self.chat_template is None or self.tokenizer is None:
             lacks = "chat template" if self.chat_template is None else f"{FILE_NAME}, so a prompt cannot be text"

@@ -55,8 +55,8 @@ def read_image(source: ImageInput, *, formats: tuple[str, ...] = FORMATS, served
     most = _SERVED_WEBP if served and image.format == "WEBP" else MOST_PIXELS
     if not 0 < width * height <= most:
         raise UsageError(f"{name} has {width} x {height} pixels, at most {most} are read", "a smaller image")
-    # A photograph in JPEG may have a second image, such as a preview, and is not animated.
-    if served and getattr(image, "is_animated", False) and image.format != "JPEG" and image.format != "MPO":
+    # A photograph in JPEG may hold further images, such as a preview (MPO), and is not animated.
+    if served and getattr(image, "is_animated", False) and image.format != "MPO":
         raise UsageError(f"{name} is animated", "one picture of it")
     try:
         return _on_white(ImageOps.exif_transpose(image))

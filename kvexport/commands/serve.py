@@ -140,7 +140,11 @@ def serve(
     image_folder: Annotated[
         Path | None,
         request_option(
-            metavar="DIR", help="Read images from files below this folder, which requests name as file:PATH."
+            exists=True,
+            file_okay=False,
+            resolve_path=True,
+            metavar="DIR",
+            help="Read images from files below this folder, which requests name as file:PATH.",
         ),
     ] = None,
     timeout: Annotated[float, request_option(min=1, help="End a request after this many seconds.")] = 1800.0,
@@ -213,7 +217,7 @@ def serve(
         reasoning=reasoning,
         queue=queue,
         max_tokens=max_tokens,
-        image_folder=None if image_folder is None else _folder(image_folder),
+        image_folder=None if image_folder is None else str(image_folder),
         latency_budget=latency_budget,
         prefix_memory=parse_bytes(prefix_memory),
         session_memory=parse_bytes(session_memory),
@@ -255,12 +259,6 @@ def serve(
     app = create_app(engine, settings)
     say(f"memory: {app.state.service.memory}")
     run(app, listener, ready)
-
-
-def _folder(path: Path) -> str:
-    if not path.is_dir():
-        raise UsageError(f"{path}, the folder of images, is no folder", "a folder of image files")
-    return str(path.resolve())
 
 
 def _names(sources: Sequence[str]) -> dict[str, str]:

@@ -25,15 +25,8 @@ _BAND = 1 << 20  # pixels that are put on white at once, during which no other t
 def read_image(source: ImageInput, *, formats: tuple[str, ...] = FORMATS, served: bool = False) -> Image:
     """Return the first image of a file in RGB, rotated as its EXIF data says, with white in place of transparency.
 
-    Args:
-        source: The image.
-        formats: The formats that a file may have.
-        served: Whether the image is that of a server's client. Animated files are then refused, and large ones in WebP,
-            during whose decoding no other thread runs.
-
-    Raises:
-        UsageError: The file is no image, or too large.
-        EnvironmentProblem: Pillow is not installed.
+    If a client `served` by a server sent the image, animated files are refused, and large ones in WebP, during whose
+    decoding no other thread runs.
     """
     try:
         from PIL import Image, ImageOps

@@ -11,7 +11,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +18,9 @@ from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
 from kvexport.images.decode import ImageInput, read_image
-from kvexport.images.tiles import ImageSpec, tiles_of
+from kvexport.images.tiles import ImageSpec, order_of, tiles_of
 
+Rows = NDArray[np.float32]
 KEPT_ROWS = 128 << 20  # bytes of the rows of earlier images that an engine keeps
 # The decoder's inputs for images: rows [n, hidden] float32, of which row 0 stands in no place, and the row in the place
 # of each token [B, T] int64, 0 for none.
@@ -60,10 +60,11 @@ class RowCache:
         self._rows: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def rows(self, digest: bytes, encode: Callable[[], NDArray[np.float32]]) -> NDArray[np.float32]:
+    def rows(self, digest: bytes, tiles: Rows, order: NDArray[np.int64], encode: Callable[[Rows], Rows]) -> Rows:
         with self._lock:
-            known = self._rows.pop(digest, None)
-        rows = encode() if known is None else known
+            rows = self._rows.pop(digest, None)
+        if rows is None:
+            rows = np.concatenate([encode(tile[None]) for tile in tiles])[order]
         with self._lock:
             self._rows[digest] = rows
             while sum(kept.nbytes for kept in self._rows.values()) > KEPT_ROWS:
@@ -74,7 +75,7 @@ class RowCache:
 def encode_images(
     images: Sequence[ImageInput],
     spec: ImageSpec,
-    encode: Callable[[NDArray[np.float32]], NDArray[np.float32]] | None,
+    encode: Callable[[Rows], Rows] | None,
     cache: RowCache,
     *,
     read: Sequence[str] = (),
@@ -82,42 +83,29 @@ def encode_images(
 ) -> tuple[PromptImages, list[str]]:
     """Return encoded images, and for each image the text with placeholder tokens that stands for it in a prompt.
 
-    Args:
-        images: The images.
-        spec: How images are cut into tiles.
-        encode: The image encoder: pixels of one tile [1, 3, height, width] to its vectors [rows, hidden]. None if only
-            texts and digests are needed; the result then has no vectors.
-        cache: The vectors of earlier images.
-        read: Digests of images that the model has read already. The first images get no vectors while they are these.
-        check: A function that is called before each image is encoded, with the number of vectors up to its end. It
-            raises an error if they are too many.
+    `encode` maps a tile's pixels [1, 3, height, width] to vectors [rows, hidden]; with None the result has no vectors.
+    The first images get none either, while their digests are those in `read`. `check` is called before an image is
+    encoded, with the number of vectors up to its end, and raises an error if they are too many.
     """
     rows, keys = [np.zeros((0, spec.hidden), np.float32)], [np.zeros(0, np.int64)]
-    digests: list[str] = []
-    texts: list[str] = []
-    count = 0
+    digests, texts, count = list[str](), list[str](), 0
     for image in images:
-        tiles, grid = tiles_of(read_image(image), spec)
-        if grid not in spec.texts:
+        pixels = read_image(image)
+        tiles, grid = tiles_of(pixels, spec)
+        order = order_of(pixels, spec, len(tiles))
+        if spec.parts(grid) is None:
             raise UsageError(f"an image is cut into {grid} tiles, for which the model has no text", "a smaller image")
-        digest, new = hashlib.sha256(tiles.tobytes()).digest(), len(tiles) * spec.rows
+        digest = hashlib.sha256(tiles.tobytes() + order.tobytes()).digest()
         digests.append(digest.hex())
         texts.append(spec.text(grid))
-        count += new
+        count += len(order)
         if check is not None:
             check(count)
         if encode is None or [*read[: len(digests)]] == digests:
             continue
-        one = partial(_encoded, tiles, encode)
-        rows.append(cache.rows(digest, one))
-        keys.append(np.resize(np.frombuffer(digest, np.int64) | np.iinfo(np.int64).min, new))
+        rows.append(cache.rows(digest, tiles, order, encode))
+        keys.append(np.resize(np.frombuffer(digest, np.int64) | np.iinfo(np.int64).min, len(order)))
     return PromptImages(np.concatenate(rows), np.concatenate(keys), tuple(digests)), texts
-
-
-def _encoded(
-    tiles: NDArray[np.float32], encode: Callable[[NDArray[np.float32]], NDArray[np.float32]]
-) -> NDArray[np.float32]:
-    return np.concatenate([encode(tile[None]) for tile in tiles])
 
 
 def with_images(prompt: str, texts: Sequence[str], spec: ImageSpec) -> str:
@@ -152,9 +140,7 @@ def places_of(ids: NDArray[np.int64], images: PromptImages | None, spec: ImageSp
 def call_images(chunks: Sequence[tuple[NDArray[np.int64], PromptImages | None]]) -> CallImages | None:
     """Return the image vectors of a decoder call that reads a chunk of each prompt; None if no token is of an image.
 
-    Args:
-        chunks: For each prompt, the image vectors of the chunk's tokens by number (result of `places_of`), and the
-            prompt's encoded images.
+    A chunk is given as the numbers of its tokens' vectors (result of `places_of`) and the prompt's encoded images.
     """
     if not any(images is not None and places.any() for places, images in chunks):
         return None

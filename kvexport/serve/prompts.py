@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvexport.engine.engine import Engine
@@ -58,15 +59,12 @@ class Prompts:
     async def encode_chat(
         self, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any], *, fits: bool = True
     ) -> tuple[Sequence[int] | NDArray[Any], PromptImages | None]:
-        """Return the token ids of a conversation, and its encoded images.
-
-        With `fits=False` the conversation may be too long for the model's context, and its images are not encoded.
-        """
+        """Return a conversation's token ids and its images, which are encoded only if it must fit the context."""
         engine = self.engine
         bound, pictures = with_pictures(messages, engine.manifest, self._settings)
 
         def work() -> tuple[Sequence[int] | NDArray[Any], PromptImages | None]:
-            check = self._check_images if fits else None
+            check = partial(self.check_length, at_least=True) if fits else None
             text, images = engine.chat_text(bound, tools, variables, rows=fits, check=check)
             assert engine.tokenizer is not None
             ids = self._encoded(engine.tokenizer, text, special=False)
@@ -81,7 +79,9 @@ class Prompts:
         bound, pictures = with_pictures(messages, self.engine.manifest, self._settings)
 
         def work() -> tuple[NDArray[Any], PromptImages | None] | None:
-            return next_turn(self.engine, snapshot, bound, tools, self._check_images, **variables)
+            return next_turn(
+                self.engine, snapshot, bound, tools, partial(self.check_length, at_least=True), **variables
+            )
 
         return await self._beside(work, _characters(messages), pictures)
 
@@ -103,9 +103,6 @@ class Prompts:
             count = f"at least {tokens}" if at_least else str(tokens)
             message = f"This model's maximum context length is {limit} tokens, and the prompt has {count}: "
             raise ApiError(400, message + "context_length_exceeded", code="context_length_exceeded", param="messages")
-
-    def _check_images(self, tokens: int) -> None:
-        self.check_length(tokens, at_least=True)
 
     def _encoded(self, tokenizer: Tokenizer, text: str, *, special: bool, within: bool = False) -> list[int]:
         """Return the token ids of a text. A long text that cannot fit the model's context is refused beforehand."""

@@ -254,8 +254,7 @@ def next_turn(
     """Return the token ids and encoded images that a conversation adds to a snapshot, or None.
 
     The ids are those after the snapshot's last token: the end of its answer, and all later messages. The result is None
-    if the conversation begins with another text or other images, and without a chat template or tokenizer. `check` is
-    that of `encode_images`.
+    if the conversation begins with another text or other images, and without a chat template or tokenizer.
     """
     if engine.chat_template is None or engine.tokenizer is None:
         return None

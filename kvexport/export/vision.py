@@ -40,9 +40,8 @@ from kvexport.recipe.fields import Recipe
 from kvexport.tensor_files.shards import refuse_link
 
 # Model types for which tests compare logits with images to those of transformers (tests/export/test_vision.py)
-COMPARED = {"aya_vision", "idefics3", "internvl", "llava", "llava_next", "smolvlm"}
+COMPARED = {"aya_vision", "idefics3", "internvl", "llava", "llava_next", "qianfan_ocr", "smolvlm", "vipllava"}
 _MOST_NUMBER = 1 << 14  # the largest number in a processor's settings: sides of images, tiles, tokens of a tile
-_PINPOINTS = "image_grid_pinpoints"  # sizes of canvases, in configs and processors of LLaVA-NeXT
 _MOST_SIDE = 16  # the most tiles in a row or a column of an image
 # Heights and widths of sample images, for which kvexport's tiles are compared with those of the checkpoint's processor
 _SAMPLES = ((37, 61), (61, 37), (64, 64), (7, 300), (900, 20), (500, 700))
@@ -185,7 +184,7 @@ def image_spec(processor: Any, config: Any) -> ImageSpec:
         least = min(setting("min_patches"), most)
         cut, counts = {"cut": "canvas", "tiles": (least, most)}, {1, *range(max(least, 2) + 1, most + 2)}
         grids = {str(n): {"num_patches": [n]} for n in sorted(counts)}
-    elif pinpoints := setting(_PINPOINTS):
+    elif pinpoints := setting("image_grid_pinpoints"):
         cut, grids = {"cut": "anyres", "pinpoints": tuple((height, width) for height, width in pinpoints)}, {}
     elif shortest:
         cut["size"] = (0, shortest)
@@ -205,7 +204,7 @@ def image_spec(processor: Any, config: Any) -> ImageSpec:
         width=tile["width"],
         rows=_rows_of_tiles(texts) if texts else (tile["height"] // processor.patch_size) ** 2 + 1,
         hidden=config.get_text_config().hidden_size,
-        marker=processor.image_token,
+        marker=getattr(processor, "image_placeholder_token", processor.image_token),
         token=token,
         token_text=token_text,
         texts=texts,
@@ -303,9 +302,9 @@ class _Encoder(nn.Module):
 def _trace(model: Any, mode: Any, spec: ImageSpec, *, five: bool) -> ir.Model:
     """Return the image encoder's graph for one tile; its weights have no data."""
     # Without canvases an image is its first tile, to which the model appends the end of a line.
-    canvases = mock.patch.object(model.config, _PINPOINTS, [[0, 0]]) if spec.cut == "anyres" else nullcontext()
+    none = mock.patch.multiple(model.config, image_grid_pinpoints=[[0, 0]]) if spec.cut == "anyres" else nullcontext()
     try:
-        with mode, canvases:
+        with mode, none:
             tile = torch.zeros(1, 3, spec.height, spec.width)
             encoder = _Encoder(model, spec, five).eval()
             graph = to_onnx(encoder, (tile,), (None,), {}, input_names=["pixel_values"], output_names=["image_rows"])

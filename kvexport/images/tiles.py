@@ -63,6 +63,11 @@ class ImageSpec:
     # the image; rows of the black border are left out. The name of a grid is the number of rows that remain.
     pinpoints: tuple[tuple[Pinpoint, Pinpoint], ...] = ()
 
+    def __post_init__(self) -> None:
+        grids = all(height % self.height == width % self.width == 0 for height, width in self.pinpoints)
+        if self.cut == "anyres" and not (self.pinpoints and grids):
+            raise ValueError("its canvases are no grids of tiles")
+
     def parts(self, grid: str) -> tuple[str | int, ...] | None:
         return (int(grid),) if self.cut == "anyres" else self.texts.get(grid)
 

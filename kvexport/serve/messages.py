@@ -19,7 +19,6 @@ from kvexport.serve.answers import kv_cache_of, stop_string
 from kvexport.serve.conversation import Conversation, Prepared, content_of, continuation, joined, part_of, text_of
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import MOST_STOPS, Body, Objects, Sampling, StopString
-from kvexport.serve.pictures import Picture
 from kvexport.serve.service import Service
 from kvexport.serve.sessions import turn_of
 from kvexport.serve.streams import error_event, event
@@ -232,7 +231,7 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     if not isinstance(content, list):
         return [{"role": role, "content": text_of(content, f"{where}.content") or ""}]
     converted: dict[str, Any] = {"role": role}
-    results, calls, parts = [], [], list[str | Picture]()
+    results, parts, calls = [], [], []
     for i, block in enumerate(content):
         place = f"{where}.content.{i}"
         kind = block.get("type") if isinstance(block, Mapping) else None

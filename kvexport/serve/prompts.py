@@ -79,9 +79,8 @@ class Prompts:
         bound, pictures = with_pictures(messages, self.engine.manifest, self._settings)
 
         def work() -> tuple[NDArray[Any], PromptImages | None] | None:
-            return next_turn(
-                self.engine, snapshot, bound, tools, partial(self.check_length, at_least=True), **variables
-            )
+            check = partial(self.check_length, at_least=True)
+            return next_turn(self.engine, snapshot, bound, tools, check, **variables)
 
         return await self._beside(work, _characters(messages), pictures)
 

@@ -32,8 +32,7 @@ from kvexport.state.lane import Counters, Saved
 from kvexport.state.periodic import READ
 
 MAGIC = b"kvexsnap"
-# Version 2 has reference queries, which may be fewer than the rows of their ring. Version 3 has an adapter,
-# version 4 images.
+# Version 2 has reference queries, maybe fewer than the rows of their ring; version 3 an adapter, version 4 images.
 VERSIONS = (1, 2, 3, 4)
 _FIXED = struct.Struct("<8sII32s")
 MARK = _FIXED.size  # bytes at the beginning, with the header's digest: they differ between any two snapshots

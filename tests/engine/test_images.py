@@ -189,7 +189,13 @@ def test_equal_images_are_encoded_once(engine: Engine, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
-    [({"images": None}, "images"), ({"height": 0}, "height"), ({"token_text": 3}, "token_text"), ({"cut": "x"}, "cut")],
+    [
+        ({"images": None}, "images"),
+        ({"cut": "anyres"}, "canvases"),
+        ({"height": 0}, "height"),
+        ({"token_text": 3}, "token_text"),
+        ({"cut": "x"}, "cut"),
+    ],
 )
 def test_a_manifest_with_other_images_is_refused(changes: Any, problem: str, engine: Engine) -> None:
     raw = json.loads((engine.path / "manifest.json").read_text())

@@ -87,6 +87,29 @@ KINDS: dict[str, tuple[list[str], dict[str, str], Any, dict[str, Any], Any]] = {
             image_token_id=256,
         ),
     ),
+    "qianfan_ocr": (
+        ["<IMG_CONTEXT>", "<img>", "</img>", "<image>"],
+        {"context_image_token": "<IMG_CONTEXT>", "start_image_token": "<img>", "end_image_token": "</img>"},
+        hf.GotOcr2ImageProcessorPil(**SMALL),
+        {"image_seq_length": 4},
+        lambda: hf.QianfanOCRConfig(
+            text_config=hf.Qwen3Config(**TEXT),
+            vision_config=hf.QianfanOCRVisionConfig(**{**VISION, "image_size": [SIDE, SIDE], "patch_size": [7, 7]}),
+            image_token_id=256,
+        ),
+    ),
+    "vipllava": (
+        ["<image>"],
+        {"image_token": "<image>"},
+        hf.LlavaImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}),
+        {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+        lambda: hf.VipLlavaConfig(
+            text_config=hf.LlamaConfig(**TEXT),
+            vision_config=hf.CLIPVisionConfig(**VISION),
+            image_token_index=256,
+            vision_feature_layers=[-1, -2, 1],
+        ),
+    ),
     "aya_vision": (
         ["<|IMG_PATCH|>", "<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>", "TILE", "TILE_GLOBAL"],
         {},
@@ -182,7 +205,7 @@ class Transformers:
         """Return the token ids of a prompt and the arrays of its images, as transformers' processors make them."""
         processor = self.processor
         prepared = [prepare(processor, image) for image in images]
-        parts = text.split(processor.image_token)
+        parts = text.split(getattr(processor, "image_placeholder_token", processor.image_token))
         texts = [processor.replace_image_token(one, 0) for one in prepared]
         whole = "".join(part for pair in zip(parts, [*texts, ""], strict=True) for part in pair)
         ids = np.array(processor.tokenizer(whole)["input_ids"], np.int64)

@@ -66,7 +66,7 @@ class ImageSpec:
     def __post_init__(self) -> None:
         grids = all(height % self.height == width % self.width == 0 for height, width in self.pinpoints)
         if self.cut == "anyres" and not (self.pinpoints and grids):
-            raise ValueError("its canvases are no grids of tiles")
+            raise ValueError("has canvases that are no grids of tiles")
 
     def parts(self, grid: str) -> tuple[str | int, ...] | None:
         return (int(grid),) if self.cut == "anyres" else self.texts.get(grid)

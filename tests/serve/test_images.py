@@ -6,9 +6,11 @@ import asyncio
 import base64
 import json
 import os
+import struct
 import threading
 import time
 import urllib.request
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -175,6 +177,14 @@ def _animation(kind: str) -> bytes:
     return png(frames[0], format=kind, save_all=True, append_images=frames[1:])
 
 
+def _claims(side: int) -> bytes:
+    """Return a PNG of one pixel whose header claims that it is larger."""
+    data = bytearray(png(Image.new("1", (1, 1))))
+    data[16:24] = struct.pack(">II", side, side)
+    data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
+    return bytes(data)
+
+
 BAD: dict[str, tuple[str, str]] = {
     "http": ("https://example.com/a.png", "not fetched from addresses"),
     "localhost": ("http://127.0.0.1:1/a.png", "not fetched from addresses"),
@@ -193,12 +203,12 @@ BAD: dict[str, tuple[str, str]] = {
     "text": (data(b"GIF89a but text", "gif"), "cannot be decoded|no image"),
     "truncated": (data(png(picture(64, 64))[:3000]), "cannot be decoded"),
     "truncated jpeg": (data(png(picture(64, 64), format="JPEG")[:900], "jpeg"), "cannot be decoded"),
-    "bomb": (data(png(Image.new("1", (9000, 9000)))), "9000 x 9000 pixels"),
-    "larger bomb": (data(png(Image.new("1", (20_000, 20_000)))), "pixels"),
+    "bomb": (data(_claims(9000)), "9000 x 9000 pixels"),
+    "larger bomb": (data(_claims(20_000)), "pixels"),
     "animated gif": (data(_animation("GIF"), "gif"), "animated"),
     "animated png": (data(_animation("PNG")), "animated"),
     "animated webp": (data(_animation("WEBP"), "webp"), "animated"),
-    "large webp": (data(png(Image.new("L", (4096, 2049)), format="WEBP"), "webp"), "pixels"),
+    "large webp": (data(png(Image.new("L", (4096, 2049)), format="WEBP", method=0), "webp"), "pixels"),
     "scaled": (data(png(picture(1, 100_000))), "would be scaled"),
     "no file": ("file:none.png", "no file 'none.png'"),
     "link": ("file:link.png", "no file"),
@@ -360,7 +370,6 @@ def test_batches_and_preemption_change_no_answer(server: Running, engine: Engine
     contents = [("a" * i, ONE if i % 2 else TWO, "b" * (3 * i), *([ONE] if i % 3 else [])) for i in range(8)]
     right = [expected(engine, content) for content in contents]
     found: list[Any] = [None] * len(contents)
-    before = server.service.engine.preemptions
 
     def ask(i: int) -> None:
         message = {"role": "user", "content": parts(*contents[i])}
@@ -373,7 +382,6 @@ def test_batches_and_preemption_change_no_answer(server: Running, engine: Engine
     for thread in threads:
         thread.join()
     assert found == right
-    assert server.service.engine.preemptions >= before
 
 
 def test_an_image_that_is_half_read_survives_preemption(engine: Engine) -> None:
@@ -445,13 +453,12 @@ def test_the_page_sends_images(engine: Engine, tmp_path: Path) -> None:
 
 
 def test_large_images_hold_up_no_other_stream(server: Running) -> None:
-    """No two events of a stream are more than 0.25 s apart while images of up to 60 million pixels are read.
+    """No two events of a stream are more than 0.25 s apart while an image of 36 million pixels is read.
 
     On a machine with other work, the process's own time between two events counts.
     """
     large = png(Image.fromarray(np.random.default_rng(0).integers(0, 255, (1500, 2000, 3), dtype=np.uint8)))
-    clear = png(Image.new("RGBA", (8000, 7500), (9, 9, 9, 9)))
-    assert decode.MOST_PIXELS > 8000 * 7500 and len(large) < 12 << 20
+    clear = png(Image.new("RGBA", (6000, 6000), (9, 9, 9, 9)))
     done, statuses = threading.Event(), []
     messages = [{"role": "user", "content": parts(image, "what?")} for image in (large, clear)]
     bodies = [json.dumps(body_of([message], "chat")[1]).encode() for message in messages]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import sys
 from dataclasses import dataclass, field
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from kvexport.language.settings import GenerationSettings
     from kvexport.state.snapshot import Snapshot
 
-HELP = """/save FILE   keep the conversation in a file
+HELP = """/image FILE  put an image before the next message
+/save FILE   keep the conversation in a file
 /load FILE   go on with one
 /stats       tokens, slots and speed
 /reset       begin anew
@@ -46,6 +48,7 @@ class Chat:
         snapshot: The model's state (KV cache) after these messages; None if they have to be read again.
         last: The request of the previous answer.
         adapter: The LoRA adapter that answers; None for the model without an adapter.
+        images: The bytes of image files that the next message will have before its text.
     """
 
     engine: Engine
@@ -55,6 +58,7 @@ class Chat:
     snapshot: Snapshot | None = None
     last: Request | None = None
     adapter: str | None = None
+    images: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.reset()
@@ -62,10 +66,13 @@ class Chat:
     def reset(self) -> None:
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.snapshot = self.last = None
+        self.images = []
 
     def answer(self, text: str) -> None:
         """Answer a user's message, and print the text as soon as it is final. An interrupt ends only the answer."""
-        self.messages.append({"role": "user", "content": text})
+        images, self.images = self.images, []
+        parts = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
+        self.messages.append({"role": "user", "content": parts if images else text})
         try:
             request = self._request()
             self.engine.add(request)
@@ -94,12 +101,13 @@ class Chat:
         from kvexport.engine.request import Request
         from kvexport.state.sessions import next_turn
 
-        ids = None
-        if self.snapshot is not None:
-            ids = next_turn(self.engine, self.snapshot, self.messages)
-        if ids is not None:
-            return Request(ids, self.settings, start=self.snapshot, keep=True, adapter=self.adapter)
-        return Request(self.engine.encode_chat(self.messages), self.settings, keep=True, adapter=self.adapter)
+        added, start = None, self.snapshot
+        if start is not None:
+            added = next_turn(self.engine, start, self.messages)
+        if added is None:
+            added, start = self.engine.encode_chat_with_images(self.messages), None
+        ids, images = added
+        return Request(ids, self.settings, start=start, keep=True, adapter=self.adapter, images=images)
 
     def command(self, line: str) -> bool:
         """Run a slash command of the user, such as /save; return False if the command ends the conversation."""
@@ -107,9 +115,11 @@ class Chat:
         rest = rest.strip()
         if word == "/exit":
             return False
-        if word in ("/save", "/load") and not rest:
+        if word in ("/save", "/load", "/image") and not rest:
             raise UsageError(f"{word} needs a file", f"{word} FILE")
-        if word == "/save":
+        if word == "/image":
+            self._image(Path(rest))
+        elif word == "/save":
             self._save(Path(rest))
         elif word == "/load":
             self._load(Path(rest))
@@ -123,11 +133,20 @@ class Chat:
             raise UsageError(f"there is no command {word}", "/help shows those that there are")
         return True
 
+    def _image(self, path: Path) -> None:
+        from kvexport.images.decode import bytes_of, read_image
+
+        self.engine.require_images()
+        image = read_image(path)
+        self.images.append(bytes_of(path)[1])
+        print(f"{image.width} x {image.height} pixels, before the next message")
+
     def _save(self, path: Path) -> None:
         if self.snapshot is None:
             raise UsageError("there is no conversation to save", "say something first")
         with new_file(path, 0o600) as file:
-            file.write(json.dumps(self.messages).encode() + b"\n" + self.snapshot.to_bytes())
+            messages = json.dumps(self.messages, default=lambda data: base64.b64encode(data).decode())
+            file.write(messages.encode() + b"\n" + self.snapshot.to_bytes())
         print(f"{format_bytes(path.stat().st_size)} in {path}")
 
     def _load(self, path: Path) -> None:
@@ -135,7 +154,7 @@ class Chat:
 
         messages_json, _, state = path.read_bytes().partition(b"\n")
         try:
-            messages = json.loads(messages_json)
+            messages = json.loads(messages_json, object_hook=_with_bytes)
             whole = isinstance(messages, list) and all(set(m) == {"role", "content"} for m in messages)
         except (ValueError, TypeError, RecursionError):
             whole = False
@@ -228,6 +247,10 @@ def chat(
                 raise
             problem = error.problem if isinstance(error, KvexportError) else str(error)
             typer.echo(f"error: {problem}", err=True)
+
+
+def _with_bytes(entry: dict[str, Any]) -> dict[str, Any]:
+    return {**entry, "image": base64.b64decode(entry.get("image", ""))} if entry.get("type") == "image" else entry
 
 
 def _line(interactive: bool) -> str | None:

@@ -14,6 +14,7 @@ from kvexport.engine.engine import Engine
 from kvexport.engine.request import FINISHED, Pin, Processors, Prompt, Request, as_processors, ranges_of
 from kvexport.engine.thread import EngineThread
 from kvexport.errors import KvexportError
+from kvexport.images.decode import ImageInput
 from kvexport.language.chat import Message
 from kvexport.language.settings import GenerationSettings
 from kvexport.language.token import Token
@@ -63,13 +64,14 @@ class AsyncEngine:
         prompt: Prompt,
         settings: GenerationSettings | None = None,
         *,
+        images: Sequence[ImageInput] = (),
         pin: Pin = 0,
         adapter: str | None = None,
         logits_processor: Processors = None,
         **overrides: Any,
     ) -> Completion:
         """Answer one prompt, and return the completion. Arguments and errors are those of `Engine.generate`."""
-        request = await self._request(prompt, settings, pin, adapter, logits_processor, overrides)
+        request = await self._request(prompt, settings, images, pin, adapter, logits_processor, overrides)
         return await self._completion(request)
 
     async def astream(
@@ -77,13 +79,14 @@ class AsyncEngine:
         prompt: Prompt,
         settings: GenerationSettings | None = None,
         *,
+        images: Sequence[ImageInput] = (),
         pin: Pin = 0,
         adapter: str | None = None,
         logits_processor: Processors = None,
         **overrides: Any,
     ) -> AsyncGenerator[Token, None]:
         """Yield the tokens of the answer to one prompt. Arguments and errors are those of `Engine.stream`."""
-        request = await self._request(prompt, settings, pin, adapter, logits_processor, overrides)
+        request = await self._request(prompt, settings, images, pin, adapter, logits_processor, overrides)
         async with aclosing(self._tokens(request)) as tokens:
             async for token in tokens:
                 yield token
@@ -112,15 +115,16 @@ class AsyncEngine:
         self,
         prompt: Prompt,
         settings: GenerationSettings | None,
+        images: Sequence[ImageInput],
         pin: Pin,
         adapter: str | None,
         processors: Processors,
         overrides: dict[str, Any],
     ) -> Request:
         generation = settings or self.engine.settings(**overrides)
-        ids = await asyncio.to_thread(self.engine.encode, prompt)
-        processed = as_processors(processors)
-        return Request(ids, generation, processors=processed, adapter=adapter, pin=ranges_of(pin))
+        ids, encoded = await asyncio.to_thread(self.engine.encode_with_images, prompt, images)
+        processed, pins = as_processors(processors), ranges_of(pin)
+        return Request(ids, generation, processors=processed, adapter=adapter, images=encoded, pin=pins)
 
     async def _completion(self, request: Request) -> Completion:
         completion = Completion(len(request.prompt))

@@ -27,7 +27,7 @@ from kvexport.engine.scheduler import Schedule, Scheduler
 from kvexport.engine.speculation import drafter_of
 from kvexport.engine.turns import Turns
 from kvexport.errors import DeadlineError, KvexportError, QueueFullError, UsageError
-from kvexport.images.rows import places_of
+from kvexport.images.rows import RowCache, places_of
 from kvexport.language.chat import read_json
 from kvexport.language.grammar import Grammars
 from kvexport.language.settings import GenerationSettings
@@ -75,6 +75,7 @@ class EngineCore:
         saves = options.prefix_memory and model.in_host_memory
         self.prefixes = Prefixes(limits.prefill_chunk, options.prefix_memory) if saves else None
         self.drafter = drafter_of(manifest) if options.drafts else None
+        self.image_rows = RowCache()
         self._scheduler = Scheduler(self.max_batch, limits.prefill_chunk, self._follows)
         self._requests: dict[int, Request] = {}  # requests that have not finished
         self._pool = LanePool(self.lanes, self.max_batch)

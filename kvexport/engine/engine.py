@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from types import TracebackType
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from kvexport.engine.request import Bundle, Pin, Processors, Prompt, Ranges, Req
 from kvexport.errors import UsageError
 from kvexport.images.decode import ImageInput
 from kvexport.images.rows import PromptImages, encode_images, with_images
+from kvexport.images.tiles import ImageSpec
 from kvexport.language.answer import AnswerPlan, plan_answer
 from kvexport.language.chat import PIN_FIELD, ChatTemplate, Message, images_of_messages, read_chat_template
 from kvexport.language.forms import response_form
@@ -27,6 +29,13 @@ from kvexport.language.settings import GenerationSettings
 from kvexport.language.token import Token
 from kvexport.language.tokenizer import FILE_NAME, Tokenizer
 from kvexport.language.tools import check_tools, choose
+
+P = TypeVar("P")
+# The problem and its fix: marks of pins are found in a text in which images have no placeholder tokens yet.
+PINS_BESIDE_IMAGES = (
+    "a conversation with images has a pinned message, which is not supported",
+    f"leave out the images, or the field {PIN_FIELD}",
+)
 
 
 class Engine(EngineCore):
@@ -44,6 +53,7 @@ class Engine(EngineCore):
         other = Engine(self.path, self.manifest, self.model, options, self.adapters)
         other.tokenizer, other.grammars = self.tokenizer, self.grammars
         other.generation_config, other.chat_template = self.generation_config, self.chat_template
+        other.image_rows = self.image_rows
         return other
 
     def __enter__(self) -> Engine:
@@ -159,16 +169,32 @@ class Engine(EngineCore):
             UsageError: The artifact reads no images, or an image cannot be read.
             EnvironmentProblem: Pillow is not installed.
         """
-        spec, encoded = self.manifest.images, None
+        encoded = None
         if images:
-            if spec is None:
-                reason = self.manifest.no_images or "its model reads text alone"
-                raise UsageError(f"the artifact reads no images: {reason}", "leave out the images")
-            encoded, texts = encode_images(images, spec, cast(ImageEncoder, self.model).encode_tile)
-            prompt = with_images(prompt, texts, spec) if isinstance(prompt, str) else prompt
+            prompt, encoded = self._with_images(prompt, images)
         if isinstance(prompt, str) and self.tokenizer is not None:
             prompt = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         return self.encode(prompt), encoded
+
+    def require_images(self) -> ImageSpec:
+        """Return how the artifact reads images; raise UsageError if it reads none."""
+        if self.manifest.images is None:
+            reason = self.manifest.no_images or "its model reads text alone"
+            raise UsageError(f"the artifact reads no images: {reason}", "leave out the images")
+        return self.manifest.images
+
+    def _with_images(
+        self, prompt: P, images: Sequence[ImageInput], *, rows: bool = True, **options: Any
+    ) -> tuple[P | str, PromptImages]:
+        """Return a prompt with its images' texts, and the encoded images; `options` are those of `encode_images`."""
+        spec = self.require_images()
+        encoded, texts = encode_images(images, spec, self._encode_tile if rows else None, self.image_rows, **options)
+        return with_images(prompt, texts, spec) if isinstance(prompt, str) else prompt, encoded
+
+    def _encode_tile(self, pixels: NDArray[np.float32]) -> NDArray[np.float32]:
+        # On a GPU the encoder's stream is the decoder's, which a step may just be recording as a CUDA graph.
+        with nullcontext() if self.model.in_host_memory else self._turns:
+            return cast(ImageEncoder, self.model).encode_tile(pixels)
 
     def generate(
         self,
@@ -224,7 +250,7 @@ class Engine(EngineCore):
         Raises:
             UsageError: The artifact has no chat template, or the template refuses the messages.
         """
-        return self.encode_pinned_chat(messages, tools, variables)[0]
+        return self.encode_chat_with_images(messages, tools, **variables)[0]
 
     def encode_pinned_chat(
         self,
@@ -257,6 +283,37 @@ class Engine(EngineCore):
             raise UsageError(f"the artifact has no {lacks}", "pass a prompt to generate, or build an instruct model")
         return self.chat_template, self.tokenizer
 
+    def chat_text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+        **options: Any,
+    ) -> tuple[str, PromptImages | None]:
+        """Return a conversation as text with the placeholder tokens of its images, and its encoded images or None.
+
+        Args:
+            messages: Messages as for `encode_chat_with_images`.
+            tools: JSON schemas of functions that the model may call.
+            variables: Variables of the chat template, such as `enable_thinking`.
+            options: `rows=False` leaves out the vectors of the images. `read` and `check` are arguments of
+                `kvexport.images.rows.encode_images`.
+
+        Raises:
+            UsageError: The artifact has no chat template that shows images, or an image cannot be read.
+        """
+        plain, images = images_of_messages(messages)
+        text, spec = self._chat_parts()[0].render(plain, tools, **variables), self.manifest.images
+        if not images:
+            return text, None
+        if spec is not None and (places := text.count(spec.marker)) != len(images):
+            raise UsageError(
+                f"the chat template makes {places} places for images ({spec.marker}) of a conversation with "
+                f"{len(images)} images",
+                f"messages whose text does not hold {spec.marker} itself, or generate with a prompt in place of chat",
+            )
+        return self._with_images(text, images, **options)
+
     def encode_chat_with_images(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
     ) -> tuple[NDArray[np.int64], PromptImages | None]:
@@ -271,14 +328,9 @@ class Engine(EngineCore):
         Raises:
             UsageError: The artifact has no chat template that shows images, or an image cannot be read.
         """
-        plain, images = images_of_messages(messages)
-        if not images:
-            return self.encode_chat(messages, tools, **variables), None
-        text = self._chat_parts()[0].render(plain, tools, **variables)
-        spec = self.manifest.images
-        if spec is not None and text.count(spec.marker) != len(images):
-            raise UsageError("the chat template does not show every image", "generate with a prompt in place of chat")
-        return self.encode_with_images(text, images, add_special_tokens=False)
+        text, images = self.chat_text(messages, tools, variables)
+        assert self.tokenizer is not None
+        return self.encode(self.tokenizer.encode(text, add_special_tokens=False)), images
 
     @overload
     def chat(
@@ -369,10 +421,7 @@ class Engine(EngineCore):
         encoded, images = self.encode_chat_with_images(messages, shown_tools)
         if any(message.get(PIN_FIELD) is not None for message in messages):
             if images is not None:
-                raise UsageError(
-                    "a conversation with images has a pinned message, which is not supported",
-                    f"leave out the images, or the field {PIN_FIELD}",
-                )
+                raise UsageError(*PINS_BESIDE_IMAGES)
             pins = self.encode_pinned_chat(messages, shown_tools)[1]
         ids = encoded.tolist()
         grammar = form or generation.grammar

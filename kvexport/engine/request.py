@@ -316,13 +316,28 @@ class Request:
         """Return a snapshot of the request; `saved` is the saved state of its lane."""
         text = None if self.text is None or self.state is FINISHED else self.text.state()
         sampler = self.sampler
-        counters = saved.counters._replace(pins=self.pins)
-        return Snapshot(origin, self.seen, saved.state, counters, sampler.state(), text, sampler.settings, self.digest)
+        return Snapshot(
+            origin,
+            self.seen,
+            saved.state,
+            saved.counters._replace(pins=self.pins),
+            sampler.state(),
+            text,
+            sampler.settings,
+            self.digest,
+            self.digests,
+        )
 
     @property
     def digest(self) -> str | None:
         """The digest of the request's LoRA adapter; None for the model without one."""
         return None if self.loaded is None else self.loaded.digest
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """The digests of all images of the sequence, in order: those of `start` and those of the prompt."""
+        earlier = () if self.start is None else self.start.images
+        return earlier if self.images is None else (*earlier, *self.images.digests)
 
     @property
     def keyed_ids(self) -> NDArray[np.int64]:

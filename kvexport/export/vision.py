@@ -12,7 +12,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -40,7 +40,7 @@ from kvexport.recipe.fields import Recipe
 from kvexport.tensor_files.shards import refuse_link
 
 # Model types for which tests compare logits with images to those of transformers (tests/export/test_vision.py)
-COMPARED = {"aya_vision", "idefics3", "internvl", "llava", "smolvlm"}
+COMPARED = {"aya_vision", "idefics3", "internvl", "llava", "llava_next", "qianfan_ocr", "smolvlm", "vipllava"}
 _MOST_NUMBER = 1 << 14  # the largest number in a processor's settings: sides of images, tiles, tokens of a tile
 _MOST_SIDE = 16  # the most tiles in a row or a column of an image
 # Heights and widths of sample images, for which kvexport's tiles are compared with those of the checkpoint's processor
@@ -94,7 +94,8 @@ def _check_model(model: Any, recipe: Recipe) -> None:
         "its images have positions of rows and columns (M-RoPE)": hasattr(model.base_model, "get_rope_index"),
         "tokens of an image attend to those after them": "token_type_ids" in arguments,
         "it has no encoder that transformers calls get_image_features": "pixel_values" not in encoder,
-        f"its encoder takes {', '.join(needed[1:])} beside pixels": len(needed) > 1,
+        f"its encoder takes {', '.join(needed[1:])} beside pixels": len(needed) > 1
+        and config.model_type not in COMPARED,
         "its images have not been compared with transformers": config.model_type not in COMPARED,
     }
     for reason, applies in reasons.items():
@@ -183,6 +184,8 @@ def image_spec(processor: Any, config: Any) -> ImageSpec:
         least = min(setting("min_patches"), most)
         cut, counts = {"cut": "canvas", "tiles": (least, most)}, {1, *range(max(least, 2) + 1, most + 2)}
         grids = {str(n): {"num_patches": [n]} for n in sorted(counts)}
+    elif pinpoints := setting("image_grid_pinpoints"):
+        cut, grids = {"cut": "anyres", "pinpoints": tuple((height, width) for height, width in pinpoints)}, {}
     elif shortest:
         cut["size"] = (0, shortest)
     else:
@@ -199,9 +202,9 @@ def image_spec(processor: Any, config: Any) -> ImageSpec:
         **cut,
         height=tile["height"],
         width=tile["width"],
-        rows=_rows_of_tiles(texts),
+        rows=_rows_of_tiles(texts) if texts else (tile["height"] // processor.patch_size) ** 2 + 1,
         hidden=config.get_text_config().hidden_size,
-        marker=processor.image_token,
+        marker=getattr(processor, "image_placeholder_token", processor.image_token),
         token=token,
         token_text=token_text,
         texts=texts,
@@ -250,7 +253,7 @@ def _compare(processor: Any, spec: ImageSpec) -> int:
         pixels, dimensions = prepared["pixel_values"], prepared["pixel_values"].ndim
         theirs = pixels.reshape(-1, *pixels.shape[-3:])
         text = _runs(processor.replace_image_token(prepared, 0), spec.token_text)
-        if theirs.shape != tiles.shape or np.abs(theirs - tiles).max() > 1e-5 or text != spec.texts.get(grid):
+        if theirs.shape != tiles.shape or np.abs(theirs - tiles).max() > 1e-5 or text != spec.parts(grid):
             name = type(processor.image_processor).__name__
             raise _Refused(f"its processor ({name}) prepares images in a way that kvexport does not know")
     return dimensions
@@ -282,10 +285,12 @@ class _Encoder(nn.Module):
     def __init__(self, model: Any, spec: ImageSpec, five: bool) -> None:
         super().__init__()
         self.model, self.shape, self.five = model, (spec.rows, spec.hidden), five
+        self.sizes = {"image_sizes": [(1, 1)]} if spec.cut == "anyres" else {}
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         pixels = pixel_values.to(self.model.dtype)
-        features = self.model.base_model.get_image_features(pixels[None] if self.five else pixels, return_dict=True)
+        pixels = pixels[None] if self.five else pixels
+        features = self.model.base_model.get_image_features(pixels, **self.sizes, return_dict=True)
         rows = features.pooler_output
         rows = torch.cat(list(rows)) if isinstance(rows, Sequence) else rows
         return rows.reshape(self.shape).float()
@@ -293,8 +298,10 @@ class _Encoder(nn.Module):
 
 def _trace(model: Any, mode: Any, spec: ImageSpec, *, five: bool) -> ir.Model:
     """Return the image encoder's graph for one tile; its weights have no data."""
+    # Without canvases an image is its first tile, to which the model appends the end of a line.
+    none = mock.patch.multiple(model.config, image_grid_pinpoints=[[0, 0]]) if spec.cut == "anyres" else nullcontext()
     try:
-        with mode:
+        with mode, none:
             tile = torch.zeros(1, 3, spec.height, spec.width)
             encoder = _Encoder(model, spec, five).eval()
             graph = to_onnx(encoder, (tile,), (None,), {}, input_names=["pixel_values"], output_names=["image_rows"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -11,20 +12,21 @@ from kvexport.errors import EnvironmentProblem, UsageError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# A file, the bytes of a file, or an image of Pillow.
-ImageInput: TypeAlias = "str | Path | bytes | Image"
+# A file, the bytes of a file, an image of Pillow, or a function that returns the result of `read_image`.
+ImageInput: TypeAlias = "str | Path | bytes | Image | Callable[[], Image]"
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MOST_BYTES = 32 << 20
 MOST_PIXELS = 1 << 26  # 0.4 GB while they are scaled
+_SERVED_WEBP = 1 << 23  # pixels that take 0.1 s to decode
+_BAND = 1 << 20  # pixels that are put on white at once, during which no other thread runs
 
 
-def read_image(source: ImageInput) -> Image:
+def read_image(source: ImageInput, *, formats: tuple[str, ...] = FORMATS, served: bool = False) -> Image:
     """Return the first image of a file in RGB, rotated as its EXIF data says, with white in place of transparency.
 
-    Raises:
-        UsageError: The file is no image, or too large.
-        EnvironmentProblem: Pillow is not installed.
+    If a client `served` by a server sent the image, animated files are refused, and large ones in WebP, during whose
+    decoding no other thread runs.
     """
     try:
         from PIL import Image, ImageOps
@@ -32,24 +34,30 @@ def read_image(source: ImageInput) -> Image:
         raise EnvironmentProblem(
             "Pillow, which reads images, is not installed", "pip install 'kvexport[images]'"
         ) from error
+    if callable(source):
+        return source()
     if isinstance(source, Image.Image):
         name, image = "the image", source
     else:
-        name, data = _bytes_of(source)
+        name, data = bytes_of(source)
         try:
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            image = Image.open(io.BytesIO(data), formats=formats)
         except Exception as error:  # decoders raise whatever they meet
-            raise _unreadable(name, error) from error
+            raise _unreadable(name, error, formats) from error
     width, height = image.size
-    if not 0 < width * height <= MOST_PIXELS:
-        raise UsageError(f"{name} has {width} x {height} pixels, at most {MOST_PIXELS} are read", "a smaller image")
+    most = _SERVED_WEBP if served and image.format == "WEBP" else MOST_PIXELS
+    if not 0 < width * height <= most:
+        raise UsageError(f"{name} has {width} x {height} pixels, at most {most} are read", "a smaller image")
+    # A photograph in JPEG may hold further images, such as a preview (MPO), and is not animated.
+    if served and getattr(image, "is_animated", False) and image.format != "MPO":
+        raise UsageError(f"{name} is animated", "one picture of it")
     try:
         return _on_white(ImageOps.exif_transpose(image))
     except Exception as error:
-        raise _unreadable(name, error) from error
+        raise _unreadable(name, error, formats) from error
 
 
-def _bytes_of(source: str | Path | bytes) -> tuple[str, bytes]:
+def bytes_of(source: str | Path | bytes) -> tuple[str, bytes]:
     if isinstance(source, bytes):
         name, data = "the image", source
     else:
@@ -68,17 +76,22 @@ def _bytes_of(source: str | Path | bytes) -> tuple[str, bytes]:
 def _on_white(image: Any) -> Image:
     from PIL import Image
 
-    if "A" in image.getbands() or image.info.get("transparency") is not None:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
-    converted: Image.Image = image.convert("RGB")
-    return converted
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        opaque: Image.Image = image.convert("RGB")
+        return opaque
+    image.load()
+    whole, rows = Image.new("RGB", image.size), max(1, _BAND // image.width)
+    for top in range(0, image.height, rows):
+        band = image.crop((0, top, image.width, min(top + rows, image.height))).convert("RGBA")
+        white = Image.new("RGBA", band.size, (255, 255, 255, 255))
+        whole.paste(Image.alpha_composite(white, band).convert("RGB"), (0, top))
+    return whole
 
 
-def _unreadable(name: str, error: Exception) -> UsageError:
+def _unreadable(name: str, error: Exception, formats: tuple[str, ...]) -> UsageError:
     from PIL import UnidentifiedImageError
 
     reason = (str(error) or type(error).__name__).splitlines()[0]
     if isinstance(error, UnidentifiedImageError):
-        reason = f"it is no image in one of the formats {', '.join(FORMATS)}"
-    return UsageError(f"{name} cannot be decoded: {reason[:200]}", f"a whole file in {', '.join(FORMATS)}")
+        reason = f"it is no image in one of the formats {', '.join(formats)}"
+    return UsageError(f"{name} cannot be decoded: {reason[:200]}", f"a whole file in {', '.join(formats)}")

@@ -7,6 +7,8 @@ placeholder token for each of these vectors.
 from __future__ import annotations
 
 import hashlib
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,8 +18,10 @@ from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
 from kvexport.images.decode import ImageInput, read_image
-from kvexport.images.tiles import ImageSpec, tiles_of
+from kvexport.images.tiles import ImageSpec, order_of, tiles_of
 
+Rows = NDArray[np.float32]
+KEPT_ROWS = 128 << 20  # bytes of the rows of earlier images that an engine keeps
 # The decoder's inputs for images: rows [n, hidden] float32, of which row 0 stands in no place, and the row in the place
 # of each token [B, T] int64, 0 for none.
 IMAGE_INPUTS = ("image_rows", "image_places")
@@ -41,32 +45,67 @@ class PromptImages:
     Attributes:
         rows: The vectors [n, hidden], in the order of the placeholder tokens.
         keys: A negative number for each vector [n], by which equal images are recognized.
+        digests: The SHA-256 of each image's tiles, in hexadecimal digits.
     """
 
     rows: NDArray[np.float32]
     keys: NDArray[np.int64]
+    digests: tuple[str, ...]
+
+
+class RowCache:
+    """The vectors of the images that were encoded last, by digest: a client sends an image again in every turn."""
+
+    def __init__(self) -> None:
+        self._rows: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def rows(self, digest: bytes, tiles: Rows, order: NDArray[np.int64], encode: Callable[[Rows], Rows]) -> Rows:
+        with self._lock:
+            rows = self._rows.pop(digest, None)
+        if rows is None:
+            rows = np.concatenate([encode(tile[None]) for tile in tiles])[order]
+        with self._lock:
+            self._rows[digest] = rows
+            while sum(kept.nbytes for kept in self._rows.values()) > KEPT_ROWS:
+                self._rows.popitem(last=False)
+        return rows
 
 
 def encode_images(
-    images: Sequence[ImageInput], spec: ImageSpec, encode: Callable[[NDArray[np.float32]], NDArray[np.float32]]
+    images: Sequence[ImageInput],
+    spec: ImageSpec,
+    encode: Callable[[Rows], Rows] | None,
+    cache: RowCache,
+    *,
+    read: Sequence[str] = (),
+    check: Callable[[int], None] | None = None,
 ) -> tuple[PromptImages, list[str]]:
     """Return encoded images, and for each image the text with placeholder tokens that stands for it in a prompt.
 
-    Args:
-        images: The images.
-        spec: How images are cut into tiles.
-        encode: The image encoder: pixels of one tile [1, 3, height, width] to its vectors [rows, hidden].
+    `encode` maps a tile's pixels [1, 3, height, width] to vectors [rows, hidden]; with None the result has no vectors.
+    The first images get none either, while their digests are those in `read`. `check` is called before an image is
+    encoded, with the number of vectors up to its end, and raises an error if they are too many.
     """
-    rows, keys, texts = [], [], []
+    rows, keys = [np.zeros((0, spec.hidden), np.float32)], [np.zeros(0, np.int64)]
+    digests, texts, count = list[str](), list[str](), 0
     for image in images:
-        tiles, grid = tiles_of(read_image(image), spec)
-        if grid not in spec.texts:
+        pixels = read_image(image)
+        tiles, grid = tiles_of(pixels, spec)
+        order = order_of(pixels, spec, len(tiles))
+        if spec.parts(grid) is None:
             raise UsageError(f"an image is cut into {grid} tiles, for which the model has no text", "a smaller image")
-        digest = hashlib.sha256(tiles.tobytes()).digest()
-        rows += [encode(tile[None]) for tile in tiles]
-        keys.append(np.full(len(tiles) * spec.rows, -1 - (int.from_bytes(digest[:8], "little") >> 1), np.int64))
+        digest = hashlib.sha256(tiles.tobytes() + order.tobytes()).digest()
+        digests.append(digest.hex())
         texts.append(spec.text(grid))
-    return PromptImages(np.concatenate(rows), np.concatenate(keys)), texts
+        count += len(order)
+        if check is not None:
+            check(count)
+        if encode is None or [*read[: len(digests)]] == digests:
+            continue
+        rows.append(cache.rows(digest, tiles, order, encode))
+        keys.append(np.resize(np.frombuffer(digest, np.int64) | np.iinfo(np.int64).min, len(order)))
+    return PromptImages(np.concatenate(rows), np.concatenate(keys), tuple(digests)), texts
 
 
 def with_images(prompt: str, texts: Sequence[str], spec: ImageSpec) -> str:
@@ -101,9 +140,7 @@ def places_of(ids: NDArray[np.int64], images: PromptImages | None, spec: ImageSp
 def call_images(chunks: Sequence[tuple[NDArray[np.int64], PromptImages | None]]) -> CallImages | None:
     """Return the image vectors of a decoder call that reads a chunk of each prompt; None if no token is of an image.
 
-    Args:
-        chunks: For each prompt, the image vectors of the chunk's tokens by number (result of `places_of`), and the
-            prompt's encoded images.
+    A chunk is given as the numbers of its tokens' vectors (result of `places_of`) and the prompt's encoded images.
     """
     if not any(images is not None and places.any() for places, images in chunks):
         return None

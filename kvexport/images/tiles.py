@@ -1,10 +1,11 @@
 """The tiles that an image encoder takes, cut from an image as the processors of transformers cut them.
 
-A checkpoint's image encoder takes tiles that are cut in one of three ways:
+A checkpoint's image encoder takes tiles that are cut in one of four ways:
 
     whole    scale to a size or by the shorter side, crop the middle: one tile
     canvas   scale to the grid of tiles whose aspect ratio is nearest, then the whole image as one more tile
     rows     scale by the longer side to multiples of a tile, then the whole image as one more tile
+    anyres   the whole image as one tile, then fit it on a black canvas of one of several sizes
 
 A build compares these tiles with those of the checkpoint's own processor, and refuses a checkpoint if they differ.
 """
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 Side = Annotated[int, Field(ge=1, le=1 << 14)]
 Rows = Annotated[int, Field(ge=1, le=1 << 16)]
+Pinpoint = Annotated[int, Field(ge=1, le=1 << 13)]
 Color = tuple[float, float, float]
 _LONGEST = 4096  # the longer side of an image before it is scaled to multiples of a tile
 
@@ -36,7 +38,7 @@ _LONGEST = 4096  # the longer side of an image before it is scaled to multiples 
 class ImageSpec:
     """How an artifact reads images: how they are cut, and the tokens that stand for their tiles in a prompt."""
 
-    cut: Literal["whole", "canvas", "rows"]
+    cut: Literal["whole", "canvas", "rows", "anyres"]
     height: Side  # pixels of a tile
     width: Side
     rows: Rows  # rows that the encoder returns for a tile, each in the place of one token
@@ -57,14 +59,25 @@ class ImageSpec:
     tiles: tuple[Annotated[int, Field(ge=1, le=1024)], Annotated[int, Field(ge=1, le=1024)]] = (1, 1)
     longest: Side = 1
     split: bool = True  # rows: whether the image is cut at all
+    # anyres: heights and widths of canvases. The last row of every tile is the end of a line, once for each tile row of
+    # the image; rows of the black border are left out. The name of a grid is the number of rows that remain.
+    pinpoints: tuple[tuple[Pinpoint, Pinpoint], ...] = ()
+
+    def __post_init__(self) -> None:
+        grids = all(height % self.height == width % self.width == 0 for height, width in self.pinpoints)
+        if self.cut == "anyres" and not (self.pinpoints and grids):
+            raise ValueError("has canvases that are no grids of tiles")
+
+    def parts(self, grid: str) -> tuple[str | int, ...] | None:
+        return (int(grid),) if self.cut == "anyres" else self.texts.get(grid)
 
     def text(self, grid: str) -> str:
-        return "".join(part if isinstance(part, str) else self.token_text * part for part in self.texts[grid])
+        return "".join(part if isinstance(part, str) else self.token_text * part for part in self.parts(grid) or ())
 
 
 def tiles_of(image: Image, spec: ImageSpec) -> tuple[NDArray[np.float32], str]:
     """Return the tiles of an RGB image, [tiles, 3, height, width], and the name of their grid in `spec.texts`."""
-    cut = {"whole": _whole, "canvas": _canvas, "rows": _rows}[spec.cut]
+    cut = {"whole": _whole, "canvas": _canvas, "rows": _rows, "anyres": _anyres}[spec.cut]
     tiles, grid = cut(image, spec)
     pixels = np.stack(tiles).transpose(0, 3, 1, 2)
     scaled = (pixels.astype(np.float64) * spec.scale).astype(np.float32)
@@ -194,3 +207,47 @@ def _multiples(height: int, width: int, side: int) -> tuple[int, int]:
         return math.ceil(int(width / ratio) / side) * side, width
     height = math.ceil(height / side) * side
     return height, math.ceil(int(height * ratio) / side) * side
+
+
+def _anyres(image: Image, spec: ImageSpec) -> tuple[list[NDArray[np.uint8]], str]:
+    from PIL import Image
+
+    height, width = _canvas_size(image, spec)
+    if (scale := width / image.width) < height / image.height:
+        fitted = _resized(image, min(math.ceil(image.height * scale), height), width, spec)
+    else:
+        fitted = _resized(image, height, min(math.ceil(image.width * (height / image.height)), width), spec)
+    canvas = Image.new("RGB", (width, height))
+    canvas.paste(fitted, ((width - fitted.width) // 2, (height - fitted.height) // 2))
+    tiles = [np.asarray(_resized(image, spec.height, spec.width, spec)), *_pieces(canvas, spec)]
+    return tiles, str(len(order_of(image, spec, len(tiles))))
+
+
+def _canvas_size(image: Image, spec: ImageSpec) -> tuple[int, int]:
+    """Return the height and width of the canvas on which most pixels of an image remain, and least are left over."""
+
+    def remaining(size: tuple[int, int]) -> tuple[int, int]:
+        scale = min(size[1] / image.width, size[0] / image.height)
+        pixels = min(int(image.width * scale) * int(image.height * scale), image.width * image.height)
+        return pixels, pixels - size[0] * size[1]
+
+    return max(spec.pinpoints, key=remaining)
+
+
+def order_of(image: Image, spec: ImageSpec, tiles: int) -> NDArray[np.int64]:
+    """Return which rows of an image's tiles stand in the places of its tokens, in order."""
+    if spec.cut != "anyres":
+        return np.arange(tiles * spec.rows)
+    height, width = _canvas_size(image, spec)
+    side = math.isqrt(spec.rows - 1)
+    lines, columns = height // spec.height * side, width // spec.width * side
+    y, x = np.mgrid[:lines, :columns]
+    rows = (1 + y // side * (columns // side) + x // side) * spec.rows + y % side * side + x % side
+    if image.width / image.height > columns / lines:
+        border = (lines - int(round(image.height * (columns / image.width), 7))) // 2
+        rows = rows[border : lines - border]
+    else:
+        border = (columns - int(round(image.width * (lines / image.height), 7))) // 2
+        rows = rows[:, border : columns - border]
+    ends = np.full((len(rows), 1), spec.rows - 1)
+    return np.concatenate([np.arange(spec.rows - 1), np.hstack([rows, ends]).ravel()])

@@ -168,9 +168,11 @@ def _is_whole(text: str, messages: list[dict[str, Any]]) -> bool:
     return True
 
 
-def images_of_messages(messages: Sequence[Message]) -> tuple[list[Message], list[Any]]:
+def images_of_messages(messages: Sequence[Message]) -> tuple[Sequence[Message], list[Any]]:
     """Return chat messages with {"type": "image"} in place of every image, and the images in order."""
     images: list[Any] = []
+    if not messages or isinstance(messages, str | Mapping):  # no list of messages: `render` refuses it
+        return messages, images
 
     def plain(part: Any) -> Any:
         if not isinstance(part, Mapping) or part.get("type") != "image":

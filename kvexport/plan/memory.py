@@ -34,11 +34,13 @@ class ServerMemory:
     prefixes: int = KEPT_BYTES  # limit for saved states of prompt prefixes
     sessions: int = KEPT_BYTES  # limit for sessions in memory
     adapters: int = 0  # matrices of all LoRA adapters
+    images: int = 0  # limit for encoded images
 
     @property
     def total(self) -> int:
         """The most bytes that a server needs. Weights count twice, because kernels may copy them in another layout."""
-        return 2 * self.weights + self.state + self.prefixes + self.sessions + self.adapters + PROGRAM_BYTES
+        kept = self.prefixes + self.sessions + self.adapters + self.images
+        return 2 * self.weights + self.state + kept + PROGRAM_BYTES
 
     def __str__(self) -> str:
         terms = {
@@ -47,6 +49,7 @@ class ServerMemory:
             "prefixes": self.prefixes,
             "sessions": self.sessions,
             **({"adapters": self.adapters} if self.adapters else {}),
+            **({"images": self.images} if self.images else {}),
             "the program": PROGRAM_BYTES,
         }
         return f"up to {format_bytes(self.total)}: " + ", ".join(f"{format_bytes(n)} {use}" for use, n in terms.items())

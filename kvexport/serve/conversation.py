@@ -14,6 +14,7 @@ from kvexport.language.reasoning import reasoning_tokens
 from kvexport.serve.answers import text_of as text_of_tokens
 from kvexport.serve.answers import usage_of
 from kvexport.serve.errors import ApiError
+from kvexport.serve.pictures import KINDS, Picture, picture_of
 from kvexport.serve.sessions import RESTARTED, Turn
 
 
@@ -81,7 +82,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
             raise ApiError(400, f"{where}.role: a message needs a role", param=f"{where}.role")
         entry = {**message, "role": _ROLES.get(role, role)}
         if "content" in message:
-            entry["content"] = text_of(message["content"], f"{where}.content")
+            entry["content"] = content_of(message["content"], f"{where}.content")
         if message.get("tool_calls"):
             entry["tool_calls"], left = _calls(message["tool_calls"], f"{where}.tool_calls", left)
         converted.append(entry)
@@ -126,19 +127,42 @@ def text_of(content: Any, where: str) -> str | None:
         return content
     if not isinstance(content, list):
         raise ApiError(400, f"{where}: expected a text or a list of parts", param=where)
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if isinstance(part, str):
-            texts.append(part)
-        elif kind in _TEXT and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        elif kind in _TEXT or not isinstance(kind, str):
-            raise ApiError(400, f"{where}.{i}: expected a text, or a part with a text", param=f"{where}.{i}")
-        else:
-            message = f"{where}.{i}: a part of type {kind[:40]!r}, but this model reads only text"
-            raise ApiError(400, message, param=f"{where}.{i}", code="unsupported_value")
-    return "\n".join(texts)
+    return "\n".join(_text(part, f"{where}.{i}") for i, part in enumerate(content))
+
+
+def content_of(content: Any, where: str) -> str | list[dict[str, Any]] | None:
+    """Return a message's content: its text, or the parts of a content with images in the form of chat templates."""
+    if not isinstance(content, list):
+        return text_of(content, where)
+    return joined([part_of(part, f"{where}.{i}") for i, part in enumerate(content)])
+
+
+def part_of(part: Any, where: str) -> str | Picture:
+    if isinstance(part, Mapping) and part.get("type") in KINDS:
+        return picture_of(part, where)
+    return _text(part, where)
+
+
+def joined(parts: Sequence[str | Picture]) -> str | list[dict[str, Any]]:
+    """Return the content of a message: texts are joined by line breaks, unless there are images among them."""
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) == len(parts):
+        return "\n".join(texts)
+    return [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
+    ]
+
+
+def _text(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(part, str):
+        return part
+    if kind in _TEXT and isinstance(part.get("text"), str):
+        return str(part["text"])
+    if kind in _TEXT or not isinstance(kind, str):
+        raise ApiError(400, f"{where}: expected a text, or a part with a text", param=where)
+    message = f"{where}: a part of type {kind[:40]!r}, where text is expected"
+    raise ApiError(400, message, param=where, code="unsupported_value")
 
 
 def _calls(calls: Any, where: str, left: int) -> tuple[list[dict[str, Any]], int]:

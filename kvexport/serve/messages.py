@@ -17,7 +17,16 @@ from kvexport.language.chat import PIN_FIELD
 from kvexport.language.forms import response_form
 from kvexport.language.reasoning import thinks
 from kvexport.serve.answers import kv_cache_of, stop_string
-from kvexport.serve.conversation import Conversation, Prepared, continuation, effort, text_of
+from kvexport.serve.conversation import (
+    Conversation,
+    Prepared,
+    content_of,
+    continuation,
+    effort,
+    joined,
+    part_of,
+    text_of,
+)
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import MOST_STOPS, Body, Objects, Sampling, StopString
 from kvexport.serve.service import Service
@@ -133,8 +142,8 @@ async def count_tokens(service: Service, request: Request) -> Response:
     service.check_model(body.model)
     conversation = body.conversation()
     tools = conversation.tools or None
-    ids = await service.prompts.encode_chat(conversation.messages, tools, conversation.variables, fits=False)
-    return JSONResponse({"input_tokens": len(ids)})
+    chat = await service.prompts.encode_chat(conversation.messages, tools, conversation.variables, fits=False)
+    return JSONResponse({"input_tokens": len(chat.ids)})
 
 
 class MessageStream:
@@ -241,7 +250,7 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     if not isinstance(content, list):
         return [{"role": role, "content": text_of(content, f"{where}.content") or "", **_pin(message)}]
     converted: dict[str, Any] = {"role": role, **_pin(message, *(b for b in content if _is_text(b)))}
-    results, texts, calls = [], [], []
+    results, parts, calls = [], [], []
     for i, block in enumerate(content):
         place = f"{where}.content.{i}"
         kind = block.get("type") if isinstance(block, Mapping) else None
@@ -249,18 +258,18 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
             function = {"name": block["name"], "arguments": block.get("input") or {}}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
-            text = text_of(block.get("content"), f"{place}.content") or ""
+            text = content_of(block.get("content"), f"{place}.content") or ""
             results.append(
                 {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text, **_pin(message, block)}
             )
         elif kind == "thinking":
             converted["reasoning_content"] = str(block.get("thinking") or "")
         elif kind != "redacted_thinking":
-            texts.append(text_of([block], place) or "")
+            parts.append(part_of(block, place))
     if calls:
         converted["tool_calls"] = calls
-    if texts or calls or not results:
-        results.append({**converted, "content": "\n".join(texts)})
+    if parts or calls or not results:
+        results.append({**converted, "content": joined(parts)})
     return results
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from kvexport.engine.engine import Engine
+from kvexport.engine.engine import PINS_BESIDE_IMAGES, Engine
 from kvexport.engine.request import Ranges
 from kvexport.errors import UsageError
 from kvexport.language.chat import PIN_FIELD
 from kvexport.language.pins import render_pinned
 from kvexport.serve.errors import ApiError
+from kvexport.serve.pictures import with_pictures
+from kvexport.serve.settings import ServeSettings
 from kvexport.state.lane import joined, pinned
 from kvexport.state.sessions import next_turn, pins_after
 from kvexport.state.snapshot import Snapshot
@@ -22,6 +25,7 @@ from kvexport.state.snapshot import Snapshot
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from kvexport.images.rows import PromptImages
     from kvexport.language.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -30,23 +34,31 @@ LONG_TEXT = 100_000  # characters; longer texts are encoded in a thread of their
 LARGE_TEXT = 1 << 20  # characters; encoding a longer text takes some 100 MB
 
 
+class EncodedChat(NamedTuple):
+    """A conversation, or what it adds to a snapshot, as the engine reads it."""
+
+    ids: NDArray[Any]
+    images: PromptImages | None
+    pins: Ranges
+
+
 class Beside(Protocol):
     """Type of a function that runs another function outside of the event loop's thread."""
 
-    def __call__(self, work: Callable[[], T], size: int = 0, /) -> Awaitable[T]:
-        """Run `work` on `size` characters outside of the event loop's thread, and return its result."""
+    def __call__(self, work: Callable[[], T], size: int = 0, images: int = 0, /) -> Awaitable[T]:
+        """Run `work` on `size` characters and on images outside of the event loop's thread, and return its result."""
         ...
 
 
 class Prompts:
     """Encoder of clients' prompts and conversations, with the tokenizer and the chat template of a server's engine."""
 
-    def __init__(self, engine: Engine, beside: Beside, *, pins_system: bool = False) -> None:
+    def __init__(self, engine: Engine, beside: Beside, settings: ServeSettings) -> None:
         self.engine = engine
         # With room for pinned tokens, the first system messages and tools are pinned if they fit.
         self._room = engine.manifest.recipe.cache.pinned
-        self._pins_system = pins_system and self._room > 0
-        self._beside = beside
+        self._pins_system = settings.pins_system and self._room > 0
+        self._beside, self._settings = beside, settings
 
     async def encode(
         self, prompt: str | Sequence[int], *, special: bool = True, within: bool = False, fits: bool = True
@@ -64,50 +76,66 @@ class Prompts:
 
     async def encode_chat(
         self, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any], *, fits: bool = True
-    ) -> Sequence[int] | NDArray[Any]:
-        return (await self.encode_pinned_chat(messages, tools, variables, fits=fits))[0]
+    ) -> EncodedChat:
+        """Return a conversation's token ids, images and pinned ranges; images are encoded only if it must fit."""
+        engine = self.engine
+        bound, pictures = with_pictures(messages, engine.manifest, self._settings)
 
-    async def encode_pinned_chat(
-        self, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any], *, fits: bool = True
-    ) -> tuple[NDArray[Any], Ranges]:
-        """Return the token ids of a conversation, and the ranges of ids that are pinned."""
-        return await self._beside(
-            lambda: self._pinned_chat(messages, tools, variables, fits=fits), _characters(messages)
-        )
+        def work() -> EncodedChat:
+            check = partial(self.check_length, at_least=True) if fits else None
+            text, images = engine.chat_text(bound, tools, variables, rows=fits, check=check)
+            assert engine.tokenizer is not None
+            ids = self._encoded(engine.tokenizer, text, special=False)
+            pins = self._pins(ids, bound, tools, variables, pictures)
+            return EncodedChat(self._fitting(ids) if fits else np.array(ids, np.int64), images, pins)
 
-    def _pinned_chat(
-        self, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any], *, fits: bool
-    ) -> tuple[NDArray[Any], Ranges]:
+        return await self._beside(work, _characters(messages), pictures)
+
+    def _pins(
+        self, ids: Sequence[int], messages: Sequence[Any], tools: Any, variables: Mapping[str, Any], pictures: int
+    ) -> Ranges:
+        """Return the ranges of a conversation's token ids that are pinned."""
         template, tokenizer = self.engine.chat_template, self.engine.tokenizer
-        if template is None or tokenizer is None:
-            return self.engine.encode_chat(messages), ()  # raises an error that names the missing file
+        marked = any(message.get(PIN_FIELD) is not None for message in messages)
+        if pictures and marked:
+            raise UsageError(*PINS_BESIDE_IMAGES)
+        if pictures or template is None or tokenizer is None or not (marked or self._pins_system):
+            return ()
         text, spans = render_pinned(template, messages, tools, variables)
-        ids = self._encoded(tokenizer, text, special=False)
-        encoded = self._fitting(ids) if fits else np.array(ids, np.int64)
         pins = tokenizer.ranges(text, ids, spans) if spans else []
         if self._pins_system:
             with suppress(UsageError):  # a template that shows no place where the front ends
                 spans = render_pinned(template, messages, tools, variables, system=True)[1]
                 front = tokenizer.ranges(text, ids, spans)
                 pins = front if pinned(joined(front)) <= self._room else pins
-        return encoded, pins
+        return pins
 
     async def next_turn(
         self, snapshot: Snapshot, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any]
-    ) -> tuple[NDArray[Any], Ranges] | None:
-        """Return the token ids that a conversation adds to a snapshot, and which are pinned; None if it adds none.
+    ) -> EncodedChat | None:
+        """Return what a conversation adds to a snapshot; None if it does not continue it.
 
         A conversation that pins other tokens of the snapshot than were pinned does not continue it.
         """
+        bound, pictures = with_pictures(messages, self.engine.manifest, self._settings)
 
-        def work() -> tuple[NDArray[Any], Ranges] | None:
-            ids = next_turn(self.engine, snapshot, messages, tools, **variables)
-            if ids is None or not (self._room or any(message.get(PIN_FIELD) for message in messages)):
-                return None if ids is None else (ids, ())
-            pins = pins_after(snapshot, ids, *self._pinned_chat(messages, tools, variables, fits=False))
-            return None if pins is None else (ids, pins)
+        def work() -> EncodedChat | None:
+            check = partial(self.check_length, at_least=True)
+            added = next_turn(self.engine, snapshot, bound, tools, check, **variables)
+            if added is None:
+                return None
+            ids, images = added
+            if pictures or not (self._room or any(message.get(PIN_FIELD) is not None for message in messages)):
+                return EncodedChat(ids, images, self._pins((), bound, tools, variables, pictures))
+            text, _ = self.engine.chat_text(bound, tools, variables)
+            assert self.engine.tokenizer is not None
+            whole = self._encoded(self.engine.tokenizer, text, special=False)
+            pins = pins_after(
+                snapshot, ids, np.array(whole, np.int64), self._pins(whole, bound, tools, variables, pictures)
+            )
+            return None if pins is None else EncodedChat(ids, images, pins)
 
-        return await self._beside(work, _characters(messages))
+        return await self._beside(work, _characters(messages), pictures)
 
     async def text_of(self, prompt: str | Sequence[int]) -> str:
         """Return a prompt as text; a prompt of token ids is decoded."""
@@ -146,7 +174,8 @@ class Prompts:
 
 
 def _characters(messages: Sequence[Any]) -> int:
-    return sum(len(str(message.get("content") or "")) for message in messages)
+    contents = [message.get("content") or "" for message in messages]
+    return sum(len(x) if isinstance(x, str) else sum(len(part.get("text", "")) for part in x) for x in contents)
 
 
 def give_back_memory() -> None:

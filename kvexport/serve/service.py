@@ -21,6 +21,7 @@ from kvexport.engine.engine import Engine
 from kvexport.engine.request import Ranges
 from kvexport.engine.request import Request as EngineRequest
 from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.images.rows import KEPT_ROWS
 from kvexport.language.answer import plan_answer
 from kvexport.language.grammar import Grammar
 from kvexport.language.tools import check_tools, choose
@@ -32,7 +33,7 @@ from kvexport.serve.conversation import Conversation, Prepared
 from kvexport.serve.errors import ApiError, api_error, overloaded
 from kvexport.serve.fields import B, Sampling, parse
 from kvexport.serve.metrics import Metrics
-from kvexport.serve.prompts import LARGE_TEXT, LONG_TEXT, Prompts, give_back_memory
+from kvexport.serve.prompts import LARGE_TEXT, LONG_TEXT, EncodedChat, Prompts, give_back_memory
 from kvexport.serve.response_store import ResponseStore
 from kvexport.serve.sessions import Sessions, Turn
 from kvexport.serve.settings import ServeSettings
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvexport.artifact.manifest import Manifest
+    from kvexport.images.rows import PromptImages
     from kvexport.language.settings import GenerationSettings
 
 T = TypeVar("T")
@@ -110,14 +112,15 @@ class Service:
             0 if engine.prefixes is None else engine.prefixes.limit,
             settings.session_memory,
             engine.adapters.nbytes,
+            KEPT_ROWS if engine.manifest.images else 0,
         )
         self.responses = ResponseStore()
         self.tracing = tracing.start(self.model)
         self.worker = Worker(engine, self.metrics, engine.max_batch + settings.queue, self.tracing)
         # A thread beside the event loop's encodes prompts one at a time, because the model needs the other cores.
-        # Long texts and grammars take seconds, so they have threads of their own, and short texts do not wait for them.
-        self._encoders, self._long, self._compilers = (anyio.CapacityLimiter(n) for n in (1, 1, 2))
-        self.prompts = Prompts(engine, self.beside, pins_system=settings.pins_system)
+        # Long texts, images and grammars take seconds. They have threads of their own, so that short texts do not wait.
+        self._encoders, self._long, self._images, self._compilers = (anyio.CapacityLimiter(n) for n in (1, 1, 1, 2))
+        self.prompts = Prompts(engine, self.beside, settings)
 
     async def read(self, request: Request, kind: type[B]) -> B:
         media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
@@ -155,9 +158,12 @@ class Service:
         """Return the LoRA adapter that a request names as its model; None if it names the model itself."""
         return model if model in self.engine.adapters.by_name else None
 
-    async def beside(self, work: Callable[[], T], size: int = 0) -> T:
-        """Run `work` on `size` bytes or characters outside of the event loop's thread, and return its result."""
-        return await anyio.to_thread.run_sync(work, limiter=self._long if size > LONG_TEXT else self._encoders)
+    async def beside(self, work: Callable[[], T], size: int = 0, images: int = 0) -> T:
+        """Run `work` on `size` bytes or characters and on images outside of the event loop's thread."""
+        if images and self._images.statistics().tasks_waiting >= self.settings.queue:
+            raise overloaded(f"{self.settings.queue} requests with images wait, and no more than that may")
+        limiter = self._images if images else self._long if size > LONG_TEXT else self._encoders
+        return await anyio.to_thread.run_sync(work, limiter=limiter)
 
     def requests(
         self,
@@ -166,11 +172,14 @@ class Service:
         priority: int,
         adapter: str | None,
         seconds: float,
+        images: PromptImages | None = None,
         pins: Ranges = (),
     ) -> list[EngineRequest]:
         """Return one engine request for each of `settings`, all for the same prompt, which is read once."""
         deadline = time.monotonic() + seconds
-        first = EngineRequest(ids, settings[0], priority=priority, deadline=deadline, adapter=adapter, pin=pins)
+        first = EngineRequest(
+            ids, settings[0], priority=priority, deadline=deadline, adapter=adapter, images=images, pin=pins
+        )
         return [first, *(first.fork(other) for other in settings[1:])]
 
     async def requests_for(
@@ -180,18 +189,18 @@ class Service:
         tools = check_tools(conversation.tools)
         callable_, must = choose(tools, conversation.tool_choice)
         shown = tools if callable_ else None
-        continued: tuple[NDArray[Any], Ranges] | None = None
+        encoded: EncodedChat | None = None
         turn = conversation.turn
         if turn is not None:
             await self.sessions.begin(turn)
             loaded = self.engine.adapters.get(conversation.adapter)
             if (known := turn.snapshot) is not None and known.adapter == (None if loaded is None else loaded.digest):
-                continued = await self.prompts.next_turn(known, conversation.messages, shown, conversation.variables)
-            if continued is None:
+                encoded = await self.prompts.next_turn(known, conversation.messages, shown, conversation.variables)
+            if encoded is None:
                 turn.snapshot = None
-        ids, pins = continued or await self.prompts.encode_pinned_chat(
-            conversation.messages, shown, conversation.variables
-        )
+        if encoded is None:
+            encoded = await self.prompts.encode_chat(conversation.messages, shown, conversation.variables)
+        ids, images, pins = encoded
         plan = plan_answer(
             self.engine.chat_template,
             self.engine.tokenizer,
@@ -211,6 +220,7 @@ class Service:
             default,
             form=plan.grammar,
             adapter=conversation.adapter,
+            images=images,
             pins=pins,
             shown_ids=plan.shown_ids or None,
             **settings,
@@ -227,6 +237,7 @@ class Service:
         *,
         form: Grammar | None = None,
         adapter: str | None = None,
+        images: PromptImages | None = None,
         pins: Ranges = (),
         **settings: Any,
     ) -> Prepared:
@@ -248,7 +259,7 @@ class Service:
             await anyio.to_thread.run_sync(
                 lambda: self.engine.grammars.start(form, generation[0].eos_token_ids), limiter=self._compilers
             )
-        requests = self.requests(ids, generation, sampling.priority or 0, adapter, self._seconds(turn), pins)
+        requests = self.requests(ids, generation, sampling.priority or 0, adapter, self._seconds(turn), images, pins)
         if turn is not None:
             requests[0].start, requests[0].keep = snapshot, True
         return Prepared(requests, turn)

@@ -28,6 +28,7 @@ async def stats(service: Service, _: Request) -> Response:
         {
             "model": service.model,
             "chat": service.engine.chat_template is not None,
+            "images": service.engine.manifest.images is not None,
             "time": time.time(),
             "max_length": service.engine.max_length,
             "layers": [{"heads": layer.kv_heads, "budget": list(layer.budget)} for layer in plan.caches],

@@ -42,9 +42,10 @@ async def tokenize(service: Service, request: Request) -> Response:
         ids = await service.prompts.encode(body.prompt, special=body.add_special_tokens is not False, fits=False)
     else:
         variables = template_variables(body.chat_template_kwargs, body.add_generation_prompt)
-        ids = await service.prompts.encode_chat(
+        chat = await service.prompts.encode_chat(
             template_messages(body.messages or []), body.tools, variables, fits=False
         )
+        ids = chat.ids
     texts = TokenTexts(service.engine.tokenizer)
     tokens = [int(i) for i in ids]
     strings = [texts.text(i) for i in tokens] if body.return_token_strs else None

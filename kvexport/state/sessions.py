@@ -20,7 +20,8 @@ import secrets
 import stat
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvexport.engine.engine import Engine
+    from kvexport.images.rows import PromptImages
 
 SUFFIX = ".session"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -252,25 +254,31 @@ def next_turn(
     snapshot: Snapshot,
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None = None,
+    check: Callable[[int], None] | None = None,
     **variables: Any,
-) -> NDArray[np.int64] | None:
-    """Return the token ids that a conversation adds to a snapshot; None if it begins in another way.
+) -> tuple[NDArray[np.int64], PromptImages | None] | None:
+    """Return the token ids and encoded images that a conversation adds to a snapshot, or None.
 
-    The ids are the end of the snapshot's answer, and all later messages. There are none without a chat template.
+    The ids are those after the snapshot's last token: the end of its answer, and all later messages. The result is None
+    if the conversation begins with another text or other images, and without a chat template or tokenizer.
     """
     if engine.chat_template is None or engine.tokenizer is None:
         return None
     tokenizer, seen = engine.tokenizer, snapshot.ids.tolist()
-    text = engine.chat_template.render(messages, tools, **variables)
+    text, images = engine.chat_text(messages, tools, variables, read=snapshot.images, check=check)
+    digests, read = (() if images is None else images.digests), len(snapshot.images)
+    if digests[:read] != snapshot.images:
+        return None
+    images = None if images is None or len(digests) == read else replace(images, digests=digests[read:])
     # Such tokenizers put spaces behind special tokens too, and then a decoded prompt is not the text that it came from.
     if tokenizer.adds_spaces and tokenizer.least_tokens(text) < engine.max_length:
         whole = tokenizer.encode(text, add_special_tokens=False)
         if whole[: len(seen)] == seen and len(whole) > len(seen):
-            return np.array(whole[len(seen) :], np.int64)
+            return np.array(whole[len(seen) :], np.int64), images
     known = tokenizer.decode(seen, skip_special_tokens=False)
     if not text.startswith(known) or len(text) == len(known):
         return None
-    return np.array(tokenizer.encode_within(text[len(known) :]), np.int64)
+    return np.array(tokenizer.encode_within(text[len(known) :]), np.int64), images
 
 
 def pins_after(

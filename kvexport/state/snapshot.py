@@ -32,9 +32,9 @@ from kvexport.state.lane import Counters, Saved, joined, pinned
 from kvexport.state.periodic import READ
 
 MAGIC = b"kvexsnap"
-# Version 2 has reference queries, which may be fewer than the rows of their ring. Version 3 has an adapter, version 4
-# pinned tokens.
-VERSIONS = (1, 2, 3, 4)
+# Version 2 has reference queries, maybe fewer than the rows of their ring; version 3 an adapter, version 4 images,
+# version 5 pinned tokens.
+VERSIONS = (1, 2, 3, 4, 5)
 _FIXED = struct.Struct("<8sII32s")
 MARK = _FIXED.size  # bytes at the beginning, with the header's digest: they differ between any two snapshots
 _HEADER_LIMIT = 64 << 20
@@ -103,6 +103,7 @@ class Snapshot:
     text: Mapping[str, Any] | None = None
     settings: GenerationSettings | None = None  # settings of the answer
     adapter: str | None = None  # digest of the LoRA adapter that computed the state; None for the model without one
+    images: tuple[str, ...] = ()  # digests of the images among the tokens, in order (`PromptImages.digests`)
 
     @property
     def length(self) -> int:
@@ -126,6 +127,7 @@ class Snapshot:
             "text": self.text,
             "settings": None if self.settings is None else _settings().dump_python(self.settings, mode="json"),
             **({} if self.adapter is None else {"adapter": self.adapter}),
+            **({"images": self.images} if self.images else {}),
             "tensors": [
                 {"name": name, "dtype": x.dtype.str, "shape": x.shape, "sha256": _sha256(x)}
                 for name, x in contiguous.items()
@@ -134,8 +136,8 @@ class Snapshot:
         text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
         text += b" " * (-(_FIXED.size + len(text)) % _ALIGNMENT)
         version = VERSIONS[1 if any(name.rpartition(".")[2] in RING for name in self.state) else 0]
-        version = version if self.adapter is None else VERSIONS[2]
-        version = VERSIONS[3] if self.counters.pins else version
+        version = VERSIONS[3] if self.images else version if self.adapter is None else VERSIONS[2]
+        version = VERSIONS[4] if self.counters.pins else version
         fixed = _FIXED.pack(MAGIC, version, len(text), hashlib.sha256(text).digest())
         return b"".join([fixed, text, *(_raw(x) for x in contiguous.values())])
 
@@ -157,8 +159,11 @@ class Snapshot:
             adapter = header.get("adapter")
             if not (adapter is None or isinstance(adapter, str)):
                 raise damaged("its adapter is no text")
+            images = header.get("images", [])
+            if not (isinstance(images, list) and all(isinstance(digest, str) for digest in images)):
+                raise damaged("its images are no digests")
             ids, sampler, text = arrays.pop("ids"), header["sampler"], header["text"]
-            snapshot = cls(origin, ids, arrays, counters, sampler, text, generation, adapter)
+            snapshot = cls(origin, ids, arrays, counters, sampler, text, generation, adapter, tuple(images))
             _check(snapshot, manifest)
             return snapshot
         except (KeyError, TypeError, ValueError, OverflowError, ValidationError) as error:

@@ -12,6 +12,7 @@ import torch
 import transformers as hf
 
 from kvexport.artifact.manifest import parse_manifest
+from kvexport.commands.chat import Chat
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.engine.options import EngineOptions
@@ -19,6 +20,7 @@ from kvexport.engine.request import Request
 from kvexport.errors import ArtifactError, UsageError
 from kvexport.export.build import build
 from kvexport.export.rebuild import rebuild
+from kvexport.images.rows import RowCache
 from tests.export.test_vision import logits_with_images
 from tests.support import models, vision
 from tests.support.command_line import run
@@ -150,9 +152,50 @@ def test_chat_and_command_line(engine: Engine, tmp_path: Path) -> None:
     assert refused.exit_code and "cannot be read" in refused.stderr and "Traceback" not in refused.stderr
 
 
+def test_a_conversation_in_the_terminal_has_images(
+    engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    letters = dict.fromkeys(range(64, 90), 50.0)  # an answer of letters is the same tokens in the next turn
+    talk = Chat(engine, engine.settings(max_new_tokens=5, logit_bias=letters))
+    file, kept = tmp_path / "one.png", tmp_path / "kept"
+    file.write_bytes(png(ONE))
+    with pytest.raises(UsageError, match="cannot be read"):
+        talk.command(f"/image {tmp_path}/none.png")
+    assert talk.command(f"/image {file}") and "40 x 50 pixels" in capsys.readouterr().out
+    file.unlink()  # the conversation has the image itself
+    talk.answer("what?")
+    seen = talk.snapshot
+    assert seen is not None and len(seen.images) == 1 and talk.command(f"/save {kept}") and talk.command("/reset")
+    assert talk.command(f"/load {kept}") and talk.messages[0]["content"][0]["image"] == png(ONE)
+    talk.answer("and?")
+    assert talk.last is not None and talk.last.cached_tokens == seen.length
+    assert talk.command("/reset")
+    talk.answer("what?")
+    assert isinstance(talk.messages[0]["content"], str)
+
+
+def test_equal_images_are_encoded_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, runs = RowCache(), []
+    monkeypatch.setattr(engine, "image_rows", cache)
+    monkeypatch.setattr(engine, "_encode_tile", lambda tile: runs.append(1) or np.zeros((16, 32), np.float32))
+    for image, count in ((ONE, 1), (ONE, 1), (TWO, 2), (ONE, 2)):
+        engine.encode_with_images("a", [image])
+        assert len(runs) == count
+    monkeypatch.setattr("kvexport.images.rows.KEPT_ROWS", 16 * 32 * 4)
+    engine.encode_with_images("a", [picture(50, 40, 3)])
+    engine.encode_with_images("a", [ONE])
+    assert len(runs) == 4 and len(cache._rows) == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
-    [({"images": None}, "images"), ({"height": 0}, "height"), ({"token_text": 3}, "token_text"), ({"cut": "x"}, "cut")],
+    [
+        ({"images": None}, "images"),
+        ({"cut": "anyres"}, "canvases"),
+        ({"height": 0}, "height"),
+        ({"token_text": 3}, "token_text"),
+        ({"cut": "x"}, "cut"),
+    ],
 )
 def test_a_manifest_with_other_images_is_refused(changes: Any, problem: str, engine: Engine) -> None:
     raw = json.loads((engine.path / "manifest.json").read_text())

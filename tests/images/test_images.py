@@ -14,6 +14,7 @@ from PIL import Image, ImageOps
 from kvexport.errors import UsageError
 from kvexport.export import vision as exporter
 from kvexport.images import decode
+from kvexport.images.rows import RowCache, encode_images
 from kvexport.images.tiles import ImageSpec, tiles_of
 from tests.support import vision
 from tests.support.vision import picture, png
@@ -56,7 +57,7 @@ FILES: dict[str, Callable[[], bytes]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["llava", "internvl", "smolvlm", "square"])
+@pytest.fixture(scope="module", params=["llava", "llava_next", "internvl", "smolvlm", "square"])
 def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ImageSpec]:
     """A processor of transformers, and kvexport's description of it."""
     folder, square = tmp_path_factory.mktemp("processor"), request.param == "square"
@@ -76,6 +77,22 @@ def test_tiles_are_those_of_transformers(name: str, cut: tuple[Any, ImageSpec]) 
     assert tiles.shape == pixels.shape and np.abs(tiles - pixels).max() <= 1e-5
     text = processor.replace_image_token(right, 0)
     assert spec.text(grid) == text
+
+
+@pytest.mark.parametrize("cut", ["llava_next"], indirect=True)
+def test_images_of_equal_tiles_and_other_borders_have_other_digests(cut: tuple[Any, ImageSpec]) -> None:
+    black, spec = [Image.new("RGB", (56, height)) for height in (14, 21)], cut[1]
+    assert np.array_equal(tiles_of(black[0], spec)[0], tiles_of(black[1], spec)[0])
+    images, texts = encode_images(black, spec, None, RowCache())
+    assert len(set(images.digests)) == len(set(texts)) == 2
+
+
+def test_images_are_put_on_white_band_by_band(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = _with_alpha("RGBA")
+    whole = np.asarray(decode.read_image(data))
+    for band in (1, 33, 400):
+        monkeypatch.setattr(decode, "_BAND", band)
+        assert np.array_equal(np.asarray(decode.read_image(data)), whole)
 
 
 @pytest.mark.parametrize(

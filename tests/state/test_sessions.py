@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -339,6 +340,7 @@ def test_a_process_that_is_stopped_with_the_lock_delays_others_and_loses_nothing
 
 OTHER_PROCESS = """
 import sys
+from functools import partial
 from pathlib import Path
 from kvexport.artifact.reading import load_manifest
 from kvexport.state.sessions import SessionStore
@@ -378,6 +380,18 @@ class Template:
         return "".join(f"{m['role'][0]}{m['content']}." for m in messages) + "a"
 
 
+def stand_in(template: Any, tokenizer: Any) -> Any:
+    """Return what `next_turn` reads of an engine."""
+    engine: Any = SimpleNamespace(chat_template=template, tokenizer=tokenizer, max_length=1000, vocabulary=5000)
+    engine.manifest = SimpleNamespace(images=None)
+    engine.chat_text = partial(Engine.chat_text, engine)
+    return engine
+
+
+def after(seen: list[int]) -> Snapshot:
+    return cast(Snapshot, SimpleNamespace(ids=np.array(seen), images=()))
+
+
 def test_the_next_turn_of_a_conversation_reads_only_its_own_tokens(tiny_artifact: Path) -> None:
     engine = load(tiny_artifact)
     assert engine.tokenizer is not None
@@ -386,8 +400,8 @@ def test_the_next_turn_of_a_conversation_reads_only_its_own_tokens(tiny_artifact
     start = turn(engine, engine.encode_chat(talk).tolist(), None)
     answer = engine.tokenizer.decode(start.ids.tolist())[len("uhello.a") :]
     talk += [{"role": "assistant", "content": answer}, {"role": "user", "content": "more"}]
-    ids = next_turn(engine, start, talk)
-    assert ids is not None and engine.tokenizer.decode(ids.tolist()) == ".umore.a"
+    new = next_turn(engine, start, talk)
+    assert new is not None and engine.tokenizer.decode(new[0].tolist()) == ".umore.a" and new[1] is None
     talk[0]["content"] = "another"
     assert next_turn(engine, start, talk) is None
     engine.__dict__["chat_template"] = None
@@ -400,14 +414,14 @@ def test_a_conversation_gets_no_spaces_between_its_turns() -> None:
         tokenizer = tokenizer_of(name)
         talk: list[dict[str, str]] = []
         template = ChatTemplate({"default": INSTRUCT}, {}, "here")
-        engine: Any = SimpleNamespace(chat_template=template, tokenizer=tokenizer, max_length=1000)
+        engine = stand_in(template, tokenizer)
         seen: list[int] = []
         for i in range(4):
             talk.append({"role": "user", "content": f"count {i} from JSON"})
-            new = next_turn(engine, cast(Snapshot, SimpleNamespace(ids=np.array(seen))), talk) if seen else None
+            new = next_turn(engine, after(seen), talk) if seen else None
             whole = tokenizer.encode(template.render(talk), add_special_tokens=False)
             assert new is not None or not seen, name
-            assert whole == [*seen, *(whole if new is None else new.tolist())], name
+            assert whole == [*seen, *(whole if new is None else new[0].tolist())], name
             talk.append({"role": "assistant", "content": "team red"})
             seen = tokenizer.encode(template.render(talk).removesuffix("</s>"), add_special_tokens=False)
 
@@ -415,17 +429,14 @@ def test_a_conversation_gets_no_spaces_between_its_turns() -> None:
 @pytest.mark.parametrize("name", ["Mistral", "Gemma", "GPT-2"])
 def test_a_turn_after_an_answer_in_other_tokens_gets_no_space(name: str) -> None:
     tokenizer = tokenizer_of(name)
-    engine: Any = SimpleNamespace(
-        chat_template=Template(), tokenizer=tokenizer, max_length=1000, vocabulary=5000, manifest=None
-    )
+    engine = stand_in(Template(), tokenizer)
     talk = [{"role": "user", "content": "team"}]
     seen = tokenizer.encode(Template().render(talk), add_special_tokens=False)
     seen += [i for letter in "count" for i in tokenizer.encode_within(letter)]
     for _ in range(3):
         talk += [{"role": "assistant", "content": "count"}, {"role": "user", "content": "more"}]
-        new = next_turn(engine, cast(Snapshot, SimpleNamespace(ids=np.array(seen))), talk)
+        new = next_turn(engine, after(seen), talk)
         assert new is not None
-        assert tokenizer.decode([*seen, *new], skip_special_tokens=False) == Template().render(talk)
-        after: Any = SimpleNamespace(ids=np.array(seen))
-        assert EngineCore.encode(engine, ".umore.a", after=after).tolist() == [*seen, *new]
+        assert tokenizer.decode([*seen, *new[0]], skip_special_tokens=False) == Template().render(talk)
+        assert EngineCore.encode(engine, ".umore.a", after=after(seen)).tolist() == [*seen, *new[0]]
         seen += [*new.tolist(), *(i for letter in "count" for i in tokenizer.encode_within(letter))]

@@ -42,6 +42,7 @@ VISION: dict[str, Any] = {
 SIGLIP = {**VISION, "vision_use_head": False}
 SMALL = {"size": {"height": SIDE, "width": SIDE}, "max_patches": 4}
 SPLIT = {"size": {"longest_edge": 4 * SIDE}, "max_image_size": {"longest_edge": SIDE}}
+PINPOINTS = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE], [3 * SIDE, SIDE], [SIDE, 3 * SIDE]]
 PLACES = [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)]
 FAKE = ["<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", *PLACES]
 
@@ -54,6 +55,20 @@ KINDS: dict[str, tuple[list[str], dict[str, str], Any, dict[str, Any], Any]] = {
         {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
         lambda: hf.LlavaConfig(
             text_config=hf.LlamaConfig(**TEXT), vision_config=hf.CLIPVisionConfig(**VISION), image_token_index=256
+        ),
+    ),
+    "llava_next": (
+        ["<image>"],
+        {"image_token": "<image>"},
+        hf.LlavaNextImageProcessorPil(
+            size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}, image_grid_pinpoints=PINPOINTS
+        ),
+        {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+        lambda: hf.LlavaNextConfig(
+            text_config=hf.LlamaConfig(**TEXT),
+            vision_config=hf.CLIPVisionConfig(**VISION),
+            image_token_index=256,
+            image_grid_pinpoints=PINPOINTS,
         ),
     ),
     "internvl": (
@@ -70,6 +85,29 @@ KINDS: dict[str, tuple[list[str], dict[str, str], Any, dict[str, Any], Any]] = {
             text_config=hf.Qwen2Config(**TEXT),
             vision_config=hf.InternVLVisionConfig(**{**VISION, "image_size": [SIDE, SIDE], "patch_size": [7, 7]}),
             image_token_id=256,
+        ),
+    ),
+    "qianfan_ocr": (
+        ["<IMG_CONTEXT>", "<img>", "</img>", "<image>"],
+        {"context_image_token": "<IMG_CONTEXT>", "start_image_token": "<img>", "end_image_token": "</img>"},
+        hf.GotOcr2ImageProcessorPil(**SMALL),
+        {"image_seq_length": 4},
+        lambda: hf.QianfanOCRConfig(
+            text_config=hf.Qwen3Config(**TEXT),
+            vision_config=hf.QianfanOCRVisionConfig(**{**VISION, "image_size": [SIDE, SIDE], "patch_size": [7, 7]}),
+            image_token_id=256,
+        ),
+    ),
+    "vipllava": (
+        ["<image>"],
+        {"image_token": "<image>"},
+        hf.LlavaImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}),
+        {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+        lambda: hf.VipLlavaConfig(
+            text_config=hf.LlamaConfig(**TEXT),
+            vision_config=hf.CLIPVisionConfig(**VISION),
+            image_token_index=256,
+            vision_feature_layers=[-1, -2, 1],
         ),
     ),
     "aya_vision": (
@@ -110,7 +148,8 @@ KINDS: dict[str, tuple[list[str], dict[str, str], Any, dict[str, Any], Any]] = {
     ),
 }
 TEMPLATE = (
-    "{% for message in messages %}[{{ message['role'] }}]{% for part in message['content'] %}"
+    "{% for message in messages %}"
+    "[{{ 'answer' if message['role'] == 'assistant' else message['role'] }}]{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}MARKER{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}[answer]"
 )
 
@@ -163,21 +202,23 @@ class Transformers:
         self.processor = read_processor(folder, self.model.config)
 
     def inputs(self, text: str, images: Sequence[Image.Image]) -> tuple[NDArray[np.int64], Any]:
-        """Return the token ids of a prompt and the pixels of its images, as transformers' processors make them."""
+        """Return the token ids of a prompt and the arrays of its images, as transformers' processors make them."""
         processor = self.processor
         prepared = [prepare(processor, image) for image in images]
-        parts = text.split(processor.image_token)
+        parts = text.split(getattr(processor, "image_placeholder_token", processor.image_token))
         texts = [processor.replace_image_token(one, 0) for one in prepared]
         whole = "".join(part for pair in zip(parts, [*texts, ""], strict=True) for part in pair)
         ids = np.array(processor.tokenizer(whole)["input_ids"], np.int64)
         if not prepared:
             return ids, None
+        if "image_sizes" in prepared[0]:
+            return ids, dict(prepare(processor, list(images)))
         axis = 1 if prepared[0]["pixel_values"].ndim == 5 else 0
-        return ids, np.concatenate([one["pixel_values"] for one in prepared], axis)
+        return ids, {"pixel_values": np.concatenate([one["pixel_values"] for one in prepared], axis)}
 
     def logits(self, ids: NDArray[np.int64], pixels: Any) -> NDArray[np.float32]:
         """Return the logits [n, vocabulary] of a whole sequence."""
         with torch.no_grad():
-            given = {} if pixels is None else {"pixel_values": torch.from_numpy(pixels)}
+            given = {name: torch.from_numpy(np.asarray(array)) for name, array in (pixels or {}).items()}
             logits = self.model(input_ids=torch.from_numpy(ids)[None], **given).logits[0]
         return logits.float().numpy()

@@ -27,6 +27,7 @@ from kvexport.images import decode
 from kvexport.state.snapshot import Snapshot
 from tests.support import models, vision
 from tests.support.browser import browser
+from tests.support.command_line import run
 from tests.support.http_server import Running, running
 from tests.support.vision import picture, png
 
@@ -279,6 +280,13 @@ def test_without_a_folder_no_file_is_read(engine: Engine) -> None:
     with running(engine) as server:
         status, _, body = server.ask(*body_of([{"role": "user", "content": parts("<file:one.png>")}], "chat"))
     assert status == 400 and "--image-folder" in error_of(body, "chat")
+
+
+@pytest.mark.parametrize("name", ["missing", "file"])
+def test_a_folder_of_images_that_is_none_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    refused = run("serve", str(tmp_path), "--image-folder", str(tmp_path / name))
+    assert refused.exit_code == 2 and "--image-folder" in refused.stderr and "Traceback" not in refused.stderr
 
 
 @pytest.mark.parametrize("api", APIS)

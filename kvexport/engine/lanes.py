@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
@@ -334,16 +335,22 @@ class Lanes:
 
         A pinned slot is never merged, so no other slot has its position.
         """
-        length = self.length[lane]
-        state = self._state().read(lane, self._pinnable)
-        bounds = np.array(self._pins[lane]).reshape(-1)
-        for position in state.values():
-            # A range holds the positions that an odd number of bounds, its first position included, is not above.
-            position[np.searchsorted(bounds, position, side="right") % 2 == 1] -= length
-        self._state().write(lane, state)
+        length, bounds = self.length[lane], np.array(self._pins[lane]).reshape(-1)
+        with self._positions(lane) as positions:
+            for position in positions:
+                # A range holds the positions that an odd number of bounds, its first position included, is not above.
+                position[np.searchsorted(bounds, position, side="right") % 2 == 1] -= length
 
     def _restore_pins(self, lane: int) -> None:
-        state = self._state().read(lane, self._pinnable)
-        for position in state.values():
-            position[position < 0] += self.length[lane]
-        self._state().write(lane, state)
+        with self._positions(lane) as positions:
+            for position in positions:
+                position[position < 0] += self.length[lane]
+
+    @contextmanager
+    def _positions(self, lane: int) -> Iterator[list[NDArray[Any]]]:
+        """Yield the positions of a lane's slots that pins are in, by layer; what the caller changes is written back."""
+        view = self._state().view(lane)
+        state = self._state().read(lane, self._pinnable) if view is None else view
+        yield [state[name] for name in self._pinnable]
+        if view is None:
+            self._state().write(lane, state)

@@ -1,10 +1,11 @@
 """Faults that public reports and attacks named, each with the tests that hold its right value: how many tests fail.
 
-    python benchmarks/correctness/reports.py [--out FILE]
+    python benchmarks/correctness/reports.py [--out FILE] [--row TEXT]
 
 `REPORTS` has a row for each fault that users of other runtimes reported, and `FAMILIES` the families of tokenizers that
 a grammar has to follow. Every row names tests of `tests/`. All of them run, and a row counts the tests that ran and
-those that failed.
+those that failed. With `--row` only the rows whose name has one of the texts run, and FILE keeps its other rows. The
+rows of GGUF take the packages xllamacpp and sentencepiece.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.common import ROOT, save
@@ -103,15 +105,16 @@ ROWS: dict[str, Tests] = {
 }
 
 
-def counted(cases: dict[str, bool]) -> dict[str, dict[str, int]]:
+def counted(cases: dict[str, bool], chosen: Iterable[str] = ROWS) -> dict[str, dict[str, int]]:
     """Return how many tests of each row ran and failed.
 
     Args:
         cases: Whether a test failed, by its name: FILE::FUNCTION[PARAMETERS].
+        chosen: The rows.
     """
     rows: dict[str, dict[str, int]] = {}
-    for row, tests in ROWS.items():
-        own = {case for case in cases for test in tests if _is_of(case, *test)}
+    for row in chosen:
+        own = {case for case in cases for test in ROWS[row] if _is_of(case, *test)}
         rows[row] = {"tests": len(own), "failures": sum(cases[case] for case in own)}
     return rows
 
@@ -121,9 +124,9 @@ def _is_of(case: str, file: str, function: str, parameters: str) -> bool:
     return case.startswith(f"tests/{file}::") and name == function and rest.startswith(parameters)
 
 
-def run() -> dict[str, bool]:
-    """Run the tests of all rows, and return whether each of their cases failed."""
-    names = sorted({f"tests/{file}::{function}" for tests in ROWS.values() for file, function, _ in tests})
+def run(chosen: Iterable[str]) -> dict[str, bool]:
+    """Run the tests of rows, and return whether each of their cases failed."""
+    names = sorted({f"tests/{file}::{function}" for row in chosen for file, function, _ in ROWS[row]})
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-o", "junit_family=xunit1", f"--junitxml={report}", *names]
@@ -144,12 +147,15 @@ def main() -> None:
     """Run, print the table, and exit with 1 if a test of a row failed, or none ran."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, help="the file to write with the table as JSON")
+    parser.add_argument("--row", action="append", metavar="TEXT", help="run only rows with this text; repeatable")
     arguments = parser.parse_args()
-    rows = counted(run())
+    chosen = [row for row in ROWS if not arguments.row or any(text in row for text in arguments.row)]
+    rows = counted(run(chosen), chosen)
     for row, numbers in rows.items():
         print(f"{row:80} {json.dumps(numbers)}")
     if arguments.out:
-        save(arguments.out, {"rows": rows})
+        kept = json.loads(arguments.out.read_text())["rows"] if arguments.row and arguments.out.exists() else {}
+        save(arguments.out, {"rows": {row: (kept | rows)[row] for row in ROWS if row in kept | rows}})
     sys.exit(any(row["failures"] or not row["tests"] for row in rows.values()))
 
 

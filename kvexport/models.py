@@ -35,7 +35,7 @@ def model_recipe(
 
     Args:
         model: A hub id, the path of a checkpoint's folder, or the path of a GGUF file.
-        budget: The number of cache slots of each KV head; None takes 1024 (`kvexport.recipe.own.BUDGET`).
+        budget: The number of cache slots of each KV head; None takes 1024 (`kvexport.recipe.load.BUDGET`).
         max_length: The largest number of tokens of one sequence; None takes the length that the model was trained for,
             at most 32768.
         overrides: "dotted.key=value" strings that change the recipe, as the command-line option `--set` takes them.

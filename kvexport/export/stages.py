@@ -29,7 +29,8 @@ from kvexport.export.graph import tracer
 from kvexport.export.graph.adapters import put_adapters
 from kvexport.export.graph.graphs import (
     MOST_LOGITS,
-    attention_functions,
+    Attention,
+    attentions_of,
     finish_decoder,
     finish_encoder,
     merge_model,
@@ -68,7 +69,7 @@ class Traced:
     decoder: ir.Model
     # (inputs, outputs) of each projection that takes LoRA adapters, by the name of its module
     adapters: dict[str, tuple[int, int]]
-    functions: list[list[onnx.FunctionProto]]  # functions of each layer's VoteAttention
+    attentions: list[Attention]  # of each layer
     merge: onnx.ModelProto | None  # merge graph, or None if no layer merges
     written: WrittenWeights  # weights in the artifact
 
@@ -129,10 +130,10 @@ def trace_and_write(
             images=images,
         )
         taken = put_adapters(decoder.graph, recipe.adapters.targets) if recipe.adapters.count else {}
-        functions = attention_functions(shape.plan, method, shape.geometry, recipe.model.dtype)
+        attentions = attentions_of(shape.plan, attributes, shape.geometry, recipe.model.dtype)
         merge = _parse_merge(merge_bytes(), method)
         gc.collect(0)  # frees the traces, since the collector is paused; the weights may still be being written
-        return Traced(decoder, taken, functions, merge, writing.result())
+        return Traced(decoder, taken, attentions, merge, writing.result())
 
 
 def write_graphs(
@@ -145,10 +146,7 @@ def write_graphs(
         traced.decoder,
         traced.written.locations,
         folder,
-        recipe.cache.build_method(),
-        shape.geometry,
-        shape.plan,
-        traced.functions,
+        traced.attentions,
         packings(specs),
         passes,
         float_input=recipe.weights.inputs == "float",

@@ -32,17 +32,9 @@ class Delta(NamedTuple):
 
 @dataclass
 class ToolCall:
-    """A tool call in a generated answer.
-
-    Attributes:
-        id: A random id, which the message with the tool's result names.
-        name: The name of the tool.
-        arguments: The arguments as JSON text.
-    """
-
-    id: str
-    name: str
-    arguments: str = ""
+    id: str  # random; the message with the tool's result names it
+    name: str  # of the tool
+    arguments: str = ""  # JSON text
 
 
 class PlainReader:
@@ -116,17 +108,10 @@ def plan_answer(
     parallel: bool = True,
     reasons: bool = True,
 ) -> AnswerPlan:
-    """Return the plan of a chat answer: the grammar that it follows, and how it is split into its parts.
+    """Return the plan of a chat answer to the prompt `ids` [n]: the grammar that it follows, and how it is split.
 
-    Args:
-        template: The model's chat template.
-        tokenizer: The model's tokenizer.
-        ids: The token ids of the prompt, [n].
-        tools: The tools that the answer may call.
-        must: Whether the answer has to be calls of these tools.
-        grammar: The grammar of an answer without calls.
-        parallel: Whether an answer may have several calls.
-        reasons: Whether reasoning is split from the text.
+    The answer may call `tools`: with `must` it has to, with `parallel` several times. `grammar` is that of an answer
+    without calls. With `reasons`, reasoning is split from the text.
     """
     calls = form_of(template) if tools else None
     if tokenizer is None:

@@ -26,23 +26,13 @@ METHOD = "ballot"  # the lowest loss of the methods at equal bytes on most tasks
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A recipe with the origin (file and line, or command-line option) of every value.
-
-    Attributes:
-        name: The name of the recipe: the stem of its file.
-        recipe: The recipe.
-        origin: The origin of every value in `resolved`, by its dotted key: "default", a file and line such as
-            "recipes/x.yaml:7", or "--set cache.budget=512".
-        resolved: The recipe as plain data with all defaults and the method's parameters; a local `model.path` is
-            absolute. `Recipe(**resolved)` equals `recipe`.
-        divergence: How far the recipe's KV cache is from the full one; None if it was not measured.
-    """
-
-    name: str
+    name: str  # the stem of its file
     recipe: Recipe
+    # By dotted key: "default", a file and line such as "recipes/x.yaml:7", or "--set cache.budget=512"
     origin: dict[str, str]
+    # The recipe as plain data, with all defaults and an absolute path of a local model: `Recipe(**resolved) == recipe`
     resolved: dict[str, Any]
-    divergence: Divergence | None = None
+    divergence: Divergence | None = None  # how far its KV cache is from the full one, if that was measured
 
 
 def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
@@ -50,15 +40,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecip
 
     A relative `model.path` (./ or ../) is relative to the folder of the file that contains it, or to the current
     directory in an override. An override may also name an existing directory without ./ in front. All other values of
-    `model.path` are hub ids or wheels.
-
-    Args:
-        name_or_path: The name of a recipe of the folder, or a file, which ends in .yaml or .yml or contains a path
-            separator.
-        overrides: Values such as "dotted.key=value" in YAML; a later one overrides an earlier one.
-
-    Raises:
-        UsageError: The recipe cannot be used. The message has a line for every problem, with its file and line number.
+    `model.path` are hub ids or wheels. A UsageError has a line for every problem, with its file and line number.
     """
     findings = Findings()
     path = locate(name_or_path, Path.cwd(), findings)
@@ -74,18 +56,9 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecip
 def recipe_for(
     model: str, budget: int = BUDGET, *, max_length: int | None = None, overrides: Sequence[str] = ()
 ) -> LoadedRecipe:
-    """Return the recipe of a checkpoint that has no recipe file.
+    """Return the recipe of a checkpoint that has no recipe file: a hub id, a folder, or a GGUF file.
 
-    Every KV cache of the model gets the same budget of slots; `kvexport.models.calibrated_recipe` measures budgets.
-
-    Args:
-        model: A hub id, the path of a checkpoint's folder, or the path of a GGUF file.
-        budget: Slots of each KV head.
-        max_length: The largest number of tokens of one sequence; None takes the default of `limits.max_length`.
-        overrides: "dotted.key=value" strings, as for `--set`. They take precedence over the other arguments.
-
-    Raises:
-        UsageError: An argument is not allowed in a recipe. The message lists every problem.
+    Every KV head gets `budget` slots; `kvexport.models.calibrated_recipe` measures budgets. Overrides take precedence.
     """
     settings = [f"model.path={json.dumps(model)}", f"cache.method={METHOD}", f"cache.budget={budget}"]
     if max_length is not None:

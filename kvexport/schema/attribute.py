@@ -11,32 +11,20 @@ Kind = Literal["float", "int", "bool", "word", "words", "floats", "ints"]
 
 @dataclass(frozen=True)
 class Attribute:
-    """One attribute of an ONNX operator of kvexport.
-
-    Attributes:
-        name: The name.
-        kind: The type of the attribute's value. A ``bool`` is an ONNX integer, 0 or 1. ``words`` is one string with
-            commas, because ONNX Runtime does not pass lists of strings to custom operators.
-        meaning: The meaning, for tables and generated comments.
-        default: The default, or None if a node must have the attribute.
-        words: The allowed words of the kinds ``word`` and ``words``.
-        least: The inclusive lower bound of a number, or of every number of a list.
-        most: The inclusive upper bound.
-        above: The exclusive lower bound.
-        below: The exclusive upper bound.
-        optional: Whether a node may omit the attribute. Omitting it has a meaning that differs from every value.
-    """
+    """One attribute of an ONNX operator of kvexport. Bounds are those of a number, or of every number of a list."""
 
     name: str
+    # A bool is an ONNX integer, 0 or 1. "words" is one string with commas, because ONNX Runtime does not pass lists of
+    # strings to custom operators.
     kind: Kind
-    meaning: str
-    default: Any = None
-    words: tuple[str, ...] = ()
+    meaning: str  # for tables and generated comments
+    default: Any = None  # None if a node must have the attribute
+    words: tuple[str, ...] = ()  # the allowed words
     least: float | None = None
     most: float | None = None
     above: float | None = None
     below: float | None = None
-    optional: bool = False
+    optional: bool = False  # whether a node may omit it, which has a meaning that differs from every value
 
     @property
     def bounds(self) -> str:

@@ -14,7 +14,6 @@ from onnx import TensorProto, helper, numpy_helper
 
 from kvexport.export.graph.experts import finish_experts, is_experts_weight
 from kvexport.export.graph.names import name_nodes
-from kvexport.export.graph.tracer import layer_attributes
 from kvexport.export.passes import ENCODER_PASSES
 from kvexport.export.passes.forms import linear_functions, take_floats
 from kvexport.export.passes.library import inlined, put_products
@@ -34,6 +33,7 @@ from kvexport.ops.onnx_function import (
 )
 from kvexport.ops.packed import PackedFormat
 from kvexport.ops.to_onnx import OPSET
+from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.plan.cache import CachePlan, LayerCache, LayerGeometry
 from kvexport.schema.operators import MERGE_CACHE, VOTE_ATTENTION
 
@@ -44,13 +44,17 @@ MOST_LOGITS = 256
 PLUGIN = {"plugin_version": "1", "plugin_namespace": DOMAIN}
 
 
-def attention_functions(
-    plan: CachePlan, method: Method, geometry: list[LayerGeometry], dtype: str
-) -> list[list[onnx.FunctionProto]]:
-    """Return, for each layer, the ONNX functions of its VoteAttention, that function itself first."""
-    return [
-        vote_attention_functions(
-            layer_attributes(method, layer, cache.value_prefix),
+Attention = tuple[list[onnx.FunctionProto], dict[str, Any]]
+"""The ONNX functions of a layer's VoteAttention, that function itself first, and the attributes of its node."""
+
+
+def attentions_of(
+    plan: CachePlan, attributes: Sequence[VoteAttentionAttributes], geometry: Sequence[LayerGeometry], dtype: str
+) -> list[Attention]:
+    attentions = []
+    for cache, layer, own in zip(plan.caches, geometry, attributes, strict=True):
+        functions = vote_attention_functions(
+            own,
             heads=(layer.query_heads, layer.kv_heads),
             head_sizes=(layer.key_size, layer.value_size),
             dtype=getattr(torch, dtype),
@@ -58,18 +62,15 @@ def attention_functions(
             sinks=layer.sink_logits,
             capacity=cache.capacity,
         )
-        for cache, layer in zip(plan.caches, geometry, strict=True)
-    ]
+        attentions.append((functions, vote_attention_node_attributes(own, cache.capacity)))
+    return attentions
 
 
 def finish_decoder(
     model: ir.Model,
     locations: Mapping[str, Location],
     folder: Path,
-    method: Method,
-    geometry: list[LayerGeometry],
-    plan: CachePlan,
-    functions: list[list[onnx.FunctionProto]],
+    attentions: Sequence[Attention],
     packings: Mapping[str, PackedFormat],
     passes: Sequence[Pass],
     *,
@@ -91,13 +92,11 @@ def finish_decoder(
     for node in proto.graph.node:
         if node.domain != DOMAIN or node.op_type != VOTE_ATTENTION.name:
             continue
-        i = next(a.i for a in node.attribute if a.name == "layer")
+        functions, attributes = attentions[next(a.i for a in node.attribute if a.name == "layer")]
         while node.input and not node.input[-1]:
             node.input.pop()
-        cache = plan.caches[i]
-        used |= {(function.name, function.overload): function for function in functions[i]}
-        attributes = layer_attributes(method, geometry[i], cache.value_prefix)
-        _set_attributes(node, functions[i][0].overload, vote_attention_node_attributes(attributes, cache.capacity))
+        used |= {(function.name, function.overload): function for function in functions}
+        _set_attributes(node, functions[0].overload, attributes)
     recurrences = [x for rule in update_rules(proto.graph) for x in linear_attention_functions(rule)]
     others = products if library else [*products, *map(experts_function, expert_forms)]
     finished = _finish(proto, [*used.values(), *recurrences, *others])

@@ -16,7 +16,7 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -239,20 +239,18 @@ class GgufWeight:
         layout = self._layout
         for some in row_blocks(n // head, head * self.entry.nbytes // n, BLOCK_BYTES // 4):
             rows = range(some.start * head, some.stop * head)
-            arranged = self._arranged(len(some), head)
             if layout is None:
-                yield {"weight": arranged(read_rows(self.entry, rows))}
+                yield {"weight": self._unpaired(read_rows(self.entry, rows), len(some))}
                 continue
             stored = np.frombuffer(read_at(self.entry, rows), layout.block)
-            components = layout.components(arranged(stored.reshape(len(rows), -1)).reshape(-1))
+            components = layout.components(self._unpaired(stored.reshape(len(rows), -1), len(some)).reshape(-1))
             yield {
                 name: component if name == "weight" else component.reshape(len(rows), -1)
                 for name, component in components.items()
             }
 
-    def _arranged(self, heads: int, head: int) -> Callable[[NDArray[Any]], NDArray[Any]]:
+    def _unpaired(self, rows: NDArray[Any], heads: int) -> NDArray[Any]:
         if not self.heads:
-            return lambda rows: rows
-        return lambda rows: np.ascontiguousarray(rows.reshape(heads, head // 2, 2, -1).swapaxes(1, 2)).reshape(
-            rows.shape
-        )
+            return rows
+        pairs = rows.reshape(heads, len(rows) // heads // 2, 2, -1)
+        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvexport.errors import UsageError
+from kvexport.export.model.quantized.bitsandbytes import read_bitsandbytes
 from kvexport.export.model.quantized.columns import read_columns
 from kvexport.export.model.quantized.float4 import read_mxfp4, read_nvfp4
 from kvexport.export.model.quantized.reading import Read, Tensors, refused
@@ -21,6 +22,7 @@ _READERS = {
     "fp8": read_float8,
     "modelopt fp8": read_float8,
     "modelopt nvfp4": read_nvfp4,
+    "bitsandbytes": read_bitsandbytes,
     "mxfp4": read_mxfp4,
 }
 

@@ -55,11 +55,7 @@ def _data(
         **{key: fields[key] for key in kept},
         "files": {name: asdict(entry) for name, entry in manifest.files.items()},
         **of_backends,
-        "cache": {
-            "bytes_per_sequence": manifest.cache.bytes(1),
-            "bytes": manifest.cache.bytes(batch),
-            "layers": layers,
-        },
+        "cache": {**sizes, "layers": layers},
         "graphs": graphs,
         "engines": manifest.engines,
         "divergence": fields.get("divergence"),

@@ -125,7 +125,6 @@ CASES = [
     ("backends/tensorrt/section.py", "--device cuda", "build R --backend tensorrt --device cpu"),
     ("bench/offline.py", "--context", "bench ARTIFACT --context 600 --steps 4"),
     ("bench/offline.py", "--batch", "bench ARTIFACT --context 32 --steps 4 --batch 9"),
-    ("bench/offline.py", "--chunk", "bench ARTIFACT --context 32 --steps 4 --chunk 99"),
     ("plan/planner.py", "whole=[]", "plan R cache.positions=cache cache.allocation.whole=[1] cache.budget=300"),
     ("plan/planner.py", "'cache.budget'", "plan R cache.budget=3"),
     ("plan/planner.py", "'cache.budget'", "plan R cache.budget=9 cache.recent=0.75"),

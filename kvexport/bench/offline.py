@@ -2,7 +2,7 @@
 
 Prompts are random tokens; answers are greedy and of a fixed length. A decode step is one call of `Engine.step`:
 scheduling, the model, a merge of KV caches if one is due, and sampling. A prompt is read chunk by chunk with merges
-after chunks, as in the engine. Chunks may be smaller than the artifact's.
+after chunks, as in the engine.
 """
 
 from __future__ import annotations
@@ -31,15 +31,13 @@ COLUMNS = [*(f"p{p} ms" for p in PERCENTILES), "mean ms", "max ms"]
 class Plan:
     batches: tuple[int, ...] = (1,)  # numbers of sequences that decode together
     contexts: tuple[int, ...] = (512,)  # numbers of prompt tokens
-    chunks: tuple[int, ...] = (0,)  # numbers of prompt tokens per call of prefill; 0 is the artifact's chunk
     steps: int = 64  # number of decode steps that are timed
     rounds: int = 3  # how often each prompt is read
-    seed: int = 0  # seed of the prompts
 
 
 @dataclass
 class Result:
-    """The benchmark figures of an artifact, one row for each batch, context or chunk size, in milliseconds."""
+    """The benchmark figures of an artifact, one row for each batch or context, in milliseconds."""
 
     artifact: str
     method: str
@@ -54,23 +52,18 @@ class Result:
 
 def measure(engine: Engine, name: str, plan: Plan, show: Show | None = None) -> Result:
     """Measure decode steps and prefill of an engine in which no request runs."""
-    limits = engine.manifest.limits
-    chunks = tuple(chunk or limits.prefill_chunk for chunk in plan.chunks)
-    _check(engine, plan, chunks)
+    _check(engine, plan)
     result = Result(name, engine.manifest.recipe.cache.method, plan, engine.plan.bytes(1))
-    random = np.random.default_rng(plan.seed)
+    random = np.random.default_rng(0)
 
     def prompt(length: int) -> list[int]:
         return [int(i) for i in random.integers(0, engine.vocabulary, length)]
 
     for context in _shown(plan.contexts, "prompts", show):
-        for chunk in chunks:
-            _prefill(engine, prompt(min(context, 2 * chunk)), chunk)  # to warm up
-            seconds = [_prefill(engine, prompt(context), chunk) for _ in range(plan.rounds)]
-            rate = round(context / float(np.median(seconds)), 1)
-            result.prefill.append(
-                {"context": context, "chunk": chunk, "tokens_per_second": rate, "ttft": percentiles(seconds)}
-            )
+        _prefill(engine, prompt(min(context, 2 * engine.manifest.limits.prefill_chunk)))  # to warm up
+        seconds = [_prefill(engine, prompt(context)) for _ in range(plan.rounds)]
+        rate = round(context / float(np.median(seconds)), 1)
+        result.prefill.append({"context": context, "tokens_per_second": rate, "ttft": percentiles(seconds)})
     for context in _shown(plan.contexts, "decoding", show):
         for batch in plan.batches:
             seconds, tokens = _decode(engine, [prompt(context) for _ in range(batch)], plan.steps)
@@ -81,8 +74,8 @@ def measure(engine: Engine, name: str, plan: Plan, show: Show | None = None) -> 
     return result
 
 
-def _check(engine: Engine, plan: Plan, chunks: Sequence[int]) -> None:
-    limits, most = engine.manifest.limits, max(plan.contexts) + plan.steps + WARM_UP
+def _check(engine: Engine, plan: Plan) -> None:
+    most = max(plan.contexts) + plan.steps + WARM_UP
     if most > engine.max_length:
         raise UsageError(
             f"a context of {max(plan.contexts)} with {plan.steps} steps is {most} tokens, and the artifact takes "
@@ -93,11 +86,6 @@ def _check(engine: Engine, plan: Plan, chunks: Sequence[int]) -> None:
         raise UsageError(
             f"a batch of {max(plan.batches)}, and the artifact takes {engine.max_batch}",
             f"--batch {engine.max_batch}, or build with --set limits.max_batch={max(plan.batches)}",
-        )
-    if max(chunks) > limits.prefill_chunk:
-        raise UsageError(
-            f"chunks of {max(chunks)}, and the artifact's are of {limits.prefill_chunk} at most",
-            f"--chunk {limits.prefill_chunk}, or build with --set export.prefill_chunk={max(chunks)}",
         )
 
 
@@ -110,8 +98,9 @@ def _shown(contexts: Sequence[int], what: str, show: Show | None) -> Iterator[in
                 yield context
 
 
-def _prefill(engine: Engine, prompt: list[int], chunk: int) -> float:
-    every, prompts = engine.manifest.limits.merge_every, engine.manifest.recipe.cache.merge_prompts
+def _prefill(engine: Engine, prompt: list[int]) -> float:
+    limits, prompts = engine.manifest.limits, engine.manifest.recipe.cache.merge_prompts
+    chunk, every = limits.prefill_chunk, limits.merge_every
     lanes = Lanes(engine.new_state(1), engine.plan, 1, prefill_chunk=chunk, merge_every=every, merge_prompts=prompts)
     start = time.perf_counter()
     lanes.prefill([np.array(prompt, np.int64)])
@@ -149,11 +138,11 @@ def sections(result: Result) -> list[Section]:
         "cache of one sequence, bytes": result.cache_bytes,
     }
     decode = [[r["context"], r["batch"], r["tokens_per_second"], *cells(r["step"])] for r in result.decode]
-    prefill = [[r["context"], r["chunk"], r["tokens_per_second"], *cells(r["ttft"])] for r in result.prefill]
+    prefill = [[r["context"], r["tokens_per_second"], *cells(r["ttft"])] for r in result.prefill]
     report: list[Section] = [
         KeyValues("What was measured", facts),
         Table("Decoding: a step of the batch", ["context", "batch", "tokens/s", *COLUMNS], decode),
-        Table("Prompts: until the first token", ["context", "chunk", "tokens/s", *COLUMNS], prefill),
+        Table("Prompts: until the first token", ["context", "tokens/s", *COLUMNS], prefill),
     ]
     lines = [
         Series(f"batch {batch}", [r["context"] for r in rows], [r["step"]["p50"] for r in rows])

@@ -17,10 +17,8 @@ from kvexport.commands.options import (
     JsonOption,
     MaxLengthOption,
     ModelArgument,
-    NamedModelOption,
     SetOption,
     backend_option,
-    one_model,
     output_option,
 )
 from kvexport.commands.output import print_json
@@ -49,7 +47,6 @@ def build(
     max_length: MaxLengthOption = None,
     calibrate: CalibrateOption = None,
     overrides: SetOption = None,
-    named_model: NamedModelOption = None,
     out: Annotated[
         Path | None,
         output_option("--out", metavar="DIR", help="The folder of the artifact. [default: artifacts/NAME]"),
@@ -81,7 +78,7 @@ def build(
         backend,
         stage,
         source,
-        model=one_model(model, named_model),
+        model=model,
         budget=budget,
         max_length=max_length,
         calibrate=calibrate,

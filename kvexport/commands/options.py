@@ -11,7 +11,6 @@ import typer
 from typer.core import TyperCommand
 
 from kvexport.backends.sections import names
-from kvexport.errors import UsageError
 
 
 def in_panel(name: str) -> Callable[..., Any]:
@@ -37,13 +36,6 @@ class Command(TyperCommand):
                 formatter.write_dl(panels[panel])
 
 
-def one_model(argument: str | None, option: str | None) -> str | None:
-    """Return the model that a command names as its argument or by `--model`; None if it names none."""
-    if argument is not None and option is not None:
-        raise UsageError(f"there are two models, {argument} and {option}", "name one of them")
-    return argument or option
-
-
 def complete_recipe(incomplete: str) -> list[str]:
     """Return the names of shipped recipes that begin with `incomplete`, for completion in the shell."""
     from kvexport.recipe.inherit import recipe_folder
@@ -62,10 +54,6 @@ SetOption = Annotated[
 ModelArgument = Annotated[
     str | None,
     typer.Argument(metavar="MODEL", help="A hub id, the folder of a checkpoint, or a GGUF file."),
-]
-NamedModelOption = Annotated[
-    str | None,
-    model_option("--model", metavar="MODEL", help="The same as the argument."),
 ]
 BudgetOption = Annotated[
     int | None,

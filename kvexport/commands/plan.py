@@ -12,9 +12,7 @@ from kvexport.commands.options import (
     JsonOption,
     MaxLengthOption,
     ModelArgument,
-    NamedModelOption,
     SetOption,
-    one_model,
 )
 from kvexport.commands.output import print_result
 
@@ -25,7 +23,6 @@ def plan(
     budget: BudgetOption = None,
     max_length: MaxLengthOption = None,
     overrides: SetOption = None,
-    named_model: NamedModelOption = None,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Show how many sequences fit this memory, such as 24GB or 24GiB.")
     ] = None,
@@ -45,7 +42,7 @@ def plan(
     amount = None if memory is None else parse_bytes(memory)
     loaded = recipe_of_command(
         "plan",
-        one_model(model, named_model),
+        model,
         recipe,
         budget,
         max_length=max_length,

@@ -65,14 +65,6 @@ def counted_rows(engine: Engine, samples: Sequence[Sample]) -> Iterator[tuple[in
         yield from append([r[step : step + 1] for r in rest], None)
 
 
-def counted_logits(engine: Engine, samples: Sequence[Sample]) -> list[Rows]:
-    """Return the logits [evaluated positions, vocabulary] of every sample, after running all samples in one batch."""
-    rows: list[list[Rows]] = [[] for _ in samples]
-    for lane, _, logits in counted_rows(engine, samples):
-        rows[lane].append(logits)
-    return [np.concatenate(logits) for logits in rows]
-
-
 class Judge:
     """Accumulator that compares a sample's predictions with the true tokens and with the full KV cache's predictions.
 

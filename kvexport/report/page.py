@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from kvexport.report.drawings import as_table, can_draw, figure
-from kvexport.report.sections import KeyValues, Plot, Section, Table, escape, flag_of, numeric_columns
+from kvexport.report.sections import KeyValues, Plot, Section, Table, escape, numeric_columns
 
 # The dark colours are for screens alone: paper is white. A table that is wider than the window scrolls; a shadow marks
 # each side on which columns are hidden.
 STYLE = """:root{color-scheme:light dark;--bg:#ffffff;--fg:#1b1f24;--mute:#57606a;--rule:#c3cad2;--grid:#e4e8ec;
---stripe:#f5f7f9;--row:#0d2b4d0b;--edge:#57606a70;--good:#00614a;--good-bg:#dff3ec;--bad:#9a3a00;--bad-bg:#fdeadd}
+--stripe:#f5f7f9;--row:#0d2b4d0b;--edge:#57606a70;--bad:#9a3a00;--bad-bg:#fdeadd}
 @media screen and (prefers-color-scheme:dark){:root{--bg:#15181d;--fg:#e6e9ec;--mute:#a3acb6;--rule:#465059;
 --grid:#2a3037;--stripe:#1b1f25;--row:#cfe3ff0c;--edge:#a3acb670;
---good:#5fd3ac;--good-bg:#12322a;--bad:#ff9d66;--bad-bg:#3d2314}}
+--bad:#ff9d66;--bad-bg:#3d2314}}
 html{-webkit-text-size-adjust:100%;print-color-adjust:exact;-webkit-print-color-adjust:exact}.note:empty{display:none}
 body{margin:0 auto;padding:1.5rem 1rem 3rem;max-width:80rem;box-sizing:border-box;background:var(--bg);color:var(--fg);
 font:1rem/1.5 system-ui,"DejaVu Sans",sans-serif;overflow-wrap:anywhere}
@@ -31,7 +31,7 @@ table,dl{font-size:.9375rem;font-variant-numeric:tabular-nums}table{border-colla
 th,td{padding:.3rem .75rem;text-align:left;vertical-align:top;border-bottom:1px solid var(--rule);max-width:28rem}
 th{vertical-align:bottom;border-bottom:2px solid var(--mute)}tbody tr:nth-child(even){background:var(--row)}
 .num{text-align:right}
-td.num{white-space:nowrap}.good{font-weight:600;color:var(--good);background:var(--good-bg)}
+td.num{white-space:nowrap}
 .bad{font-weight:600;color:var(--bad);background:var(--bad-bg)}
 dl{display:grid;grid-template-columns:fit-content(45%) 1fr;gap:.2rem 1rem}
 .figures{display:grid;gap:2rem 2.5rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,28rem),1fr))}
@@ -84,11 +84,11 @@ def _table(table: Table) -> str:
     for r, row in enumerate(table.rows):
         cells = ""
         for c, value in enumerate(row):
-            flag = flag_of(table, r, c) or ""
+            bad = (r, c) in table.bad
             # The mark says without colour what the colour says. It stands before the number so that digits stay
             # aligned.
-            mark = f'<span role="img" aria-label="{flag}">{"✓" if flag == "good" else "✗"}</span> ' if flag else ""
-            cells += f'<td class="{sides[c]}{flag}">{mark}{escape(value)}</td>'
+            mark = '<span role="img" aria-label="bad">✗</span> ' if bad else ""
+            cells += f'<td class="{sides[c]}{"bad" if bad else ""}">{mark}{escape(value)}</td>'
         rows.append(f"<tr>{cells}</tr>")
     body = "\n".join(rows) or f'<tr><td colspan="{len(sides) or 1}">no rows</td></tr>'
     grid = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"

@@ -5,14 +5,11 @@ from __future__ import annotations
 import html
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Literal
 
 Cell = str | int | float | None
-Flag = Literal["good", "bad"]
-Highlight = Callable[[int, int], Flag | None] | Mapping[tuple[int, int], Flag] | Set[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -21,8 +18,7 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]  # rows with one cell per column
     note: str = ""  # text below the table
-    # Flags "good" or "bad" by (row, column), counted from 0; the members of a plain set are flagged "bad"
-    highlight: Highlight = frozenset[tuple[int, int]]()
+    bad: Set[tuple[int, int]] = frozenset()  # cells that are marked, by (row, column) from 0
 
     def __post_init__(self) -> None:
         if wrong := [(i, len(row)) for i, row in enumerate(self.rows) if len(row) != len(self.columns)]:
@@ -109,12 +105,6 @@ def plain(value: object) -> str:
 
 def escape(value: object) -> str:
     return html.escape(plain(value), quote=True)
-
-
-def flag_of(table: Table, row: int, column: int) -> Flag | None:
-    if isinstance(table.highlight, Set):
-        return "bad" if (row, column) in table.highlight else None
-    return table.highlight.get((row, column)) if isinstance(table.highlight, Mapping) else table.highlight(row, column)
 
 
 def numeric_columns(table: Table) -> list[bool]:

@@ -5,20 +5,16 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from kvexport.report.sections import KeyValues, Paragraph, Section, Table, flag_of, numeric_columns, plain
+from kvexport.report.sections import KeyValues, Paragraph, Section, Table, numeric_columns, plain
 
 
 def render_text(sections: Sequence[Section]) -> str:
-    """Return a report as text with aligned columns.
-
-    Good cells are marked by "* ", bad cells by "! ". Plots are left out.
-    """
+    """Return a report as text with aligned columns. Bad cells are marked by "! ". Plots are left out."""
     blocks: list[list[str]] = []
     for section in sections:
         if isinstance(section, Table):
-            marks = {"good": "* ", "bad": "! ", None: ""}
             rows = [
-                [marks[flag_of(section, r, c)] + plain(value) for c, value in enumerate(row)]
+                ["! " * ((r, c) in section.bad) + plain(value) for c, value in enumerate(row)]
                 for r, row in enumerate(section.rows)
             ]
             head, *lines = _aligned([list(map(plain, section.columns)), *rows], numeric_columns(section))

@@ -94,9 +94,9 @@ class Comparison(LaneState):
         actual, expected = self._present(phase), self.reference.decode(feed)
         largest: dict[str, float] = {}
         for i, layer in enumerate(self.plan.caches):
-            states = ([state[t.present(i)] for t in layer.state] for state in (actual, expected))
+            own, other = ([state[t.present(i)] for t in layer.state] for state in (actual, expected))
             tolerance = self.whole if i else self.first
-            self._note(phase, i, state_difference(layer, self.method, *states, tolerance))
+            self._note(phase, i, state_difference(layer, self.method, own, other, tolerance))
             self._keep_largest(i, actual, expected, largest)
         every = logits.shape[1] == input_ids.shape[1]  # else the logits of a call's last token
         real = np.arange(logits.shape[1]) < query_length if every else query_length > 0
@@ -109,6 +109,9 @@ class Comparison(LaneState):
         self.length = self.length + query_length
         self._end_step(phase, actual, largest)
         return logits
+
+    def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
+        raise NotImplementedError  # a validation fills every lane once
 
     def merge(self, first: int, last: int) -> None:
         self.state.merge(first, last)
@@ -200,7 +203,7 @@ class Comparison(LaneState):
                 for name in ("key",) if layer.value_in_key else ("key", "value"):
                     new = norm(pytorch[name].astype(np.float64) - before[name]) > 0
                     self._add_errors((phase, name), engine[name], pytorch[name], truth[name], new)
-        self._add_errors((phase, "logits"), *(state["logits"] for state in (actual, expected, exact)), real)
+        self._add_errors((phase, "logits"), actual["logits"], expected["logits"], exact["logits"], real)
 
     def _add_errors(
         self,

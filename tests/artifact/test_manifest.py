@@ -14,7 +14,6 @@ import pytest
 from kvexport.artifact import digests
 from kvexport.artifact.manifest import parse_manifest
 from kvexport.artifact.reading import load_manifest
-from kvexport.commands.inspect import inspect_artifact
 from kvexport.errors import ArtifactError
 from kvexport.schema.state import CONTRACT_VERSION
 from tests.support.artifacts import rewrite
@@ -202,7 +201,7 @@ def test_a_directory_that_is_no_artifact_is_not_to_be_removed(tmp_path: Path, ma
     if manifest is not None:
         (tmp_path / "manifest.json").write_bytes(manifest)
     with pytest.raises(ArtifactError, match=r"is no artifact: it.*manifest\.json") as caught:
-        inspect_artifact(tmp_path)
+        load_manifest(tmp_path)
     assert "damaged" not in caught.value.problem
     assert "remove" not in str(caught.value)
 
@@ -218,4 +217,4 @@ def test_a_directory_is_listed_only_after_its_manifest_is_valid(
     monkeypatch.setattr(digests, "scan", untouched)
     monkeypatch.setattr(os, "scandir", untouched)
     with pytest.raises(ArtifactError, match="is no artifact"):
-        inspect_artifact(tmp_path)
+        load_manifest(tmp_path)

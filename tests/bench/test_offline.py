@@ -14,12 +14,11 @@ from kvexport.report.text import render_text
 from tests.support import command_line
 
 
-def test_every_batch_context_and_chunk_is_measured(tiny_artifact: Path) -> None:
+def test_every_batch_and_context_is_measured(tiny_artifact: Path) -> None:
     engine = load(tiny_artifact, threads=1)
-    plan = Plan(batches=(1, 3), contexts=(5, 40), chunks=(0, 4), steps=6, rounds=2)
+    plan = Plan(batches=(1, 3), contexts=(5, 40), steps=6, rounds=2)
     result = measure(engine, "tiny", plan)
-    chunk = engine.manifest.limits.prefill_chunk
-    assert [(r["context"], r["chunk"]) for r in result.prefill] == [(5, chunk), (5, 4), (40, chunk), (40, 4)]
+    assert [r["context"] for r in result.prefill] == [5, 40]
     assert [(r["context"], r["batch"]) for r in result.decode] == [(5, 1), (5, 3), (40, 1), (40, 3)]
     for row in result.decode:
         assert 0 < row["step"]["p50"] <= row["step"]["p99"] <= row["step"]["max"]
@@ -36,7 +35,6 @@ def test_every_batch_context_and_chunk_is_measured(tiny_artifact: Path) -> None:
     [
         (["--context", "100000"], "the artifact takes"),
         (["--context", "9", "--batch", "1,900"], "a batch of 900"),
-        (["--context", "9", "--chunk", "4096"], "chunks of 4096"),
         (["--batch", "0"], "--batch is '0'"),
         (["--context", "a,b"], "--context is 'a,b'"),
     ],

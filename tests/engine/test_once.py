@@ -15,7 +15,6 @@ from kvexport.engine.load import load
 from kvexport.engine.prefixes import Prefixes
 from kvexport.engine.request import Request
 from kvexport.errors import SnapshotError, UsageError
-from kvexport.evaluate.measure import counted_logits
 from kvexport.evaluate.tasks import Sample
 from kvexport.export.build import plan_memory
 from kvexport.recipe.fields import Recipe
@@ -26,6 +25,7 @@ from kvexport.validate.reference import TorchReference
 from kvexport.validate.runner import validate_artifact
 from kvexport.validate.tokens import continued_prompts, schedule
 from tests.support import models
+from tests.support.counted import counted_logits
 
 BUDGET, CHUNK, EVERY, LENGTH = 16, 8, 12, 128
 PROMPT = 61

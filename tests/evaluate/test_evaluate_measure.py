@@ -10,10 +10,11 @@ import pytest
 
 import kvexport
 from kvexport.errors import UsageError
-from kvexport.evaluate.measure import Judge, Outcome, Rows, counted_logits
+from kvexport.evaluate.measure import Judge, Outcome, Rows
 from kvexport.evaluate.reference import log_softmax
 from kvexport.evaluate.suites import Item, run_items
 from kvexport.evaluate.tasks import Sample
+from tests.support.counted import counted_logits
 from tests.support.models import hugging_face_logits
 
 

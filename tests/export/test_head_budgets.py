@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,12 @@ from kvexport.export.build import build, read_model
 from kvexport.plan.planner import plan_cache
 from kvexport.recipe.load import load_recipe
 from kvexport.report.text import render_text
-from kvexport.validate.comparison import LockedBackend
 from kvexport.validate.reference import TorchReference
 from kvexport.validate.result import Mismatch
 from kvexport.validate.runner import validate_artifact
 from kvexport.validate.sections import sections
 from tests.support.recipes import method_settings
+from tests.support.reference_state import ReferenceState
 
 SETTINGS = ["cache.budget=24", "export.prefill_chunk=16", "limits.max_length=128", "limits.max_batch=2"]
 UNEQUAL = "[[0.6, 1.4], [1.2, 0.8]]"
@@ -39,12 +38,10 @@ def test_equal_shares_of_heads_equal_a_budget_of_the_layer() -> None:
     recipe = recipe_of()
     shape = read_model(recipe)
     reference = TorchReference(shape.checkpoint, shape.plan, shape.geometry, recipe.cache.build_method(), recipe)
-    uncompared: Any = SimpleNamespace(decoded=lambda *_: None, merged=lambda *_: None)
     outputs = []
     for shares in (None, "[[1, 1.0001], [1, 1]]"):
         reference.plan = plan_cache(recipe_of(shares), shape.geometry)
-        backend = LockedBackend(uncompared, reference, reference.plan, 2)
-        lanes = Lanes(backend, reference.plan, 2, prefill_chunk=16, merge_every=8)
+        lanes = Lanes(ReferenceState(reference, 2), reference.plan, 2, prefill_chunk=16, merge_every=8)
         outputs.append([lanes.append([t[i : i + 16] for t in tokens], prefill=True) for i in range(0, 64, 16)])
     for together, apart in zip(*outputs, strict=True):
         np.testing.assert_allclose(apart, together, rtol=1e-4, atol=1e-4)

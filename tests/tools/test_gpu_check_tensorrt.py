@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvexport.backends.tensorrt import plugin
-from kvexport.backends.tensorrt.calls import Phase
+from kvexport.backends.tensorrt.model import Phase
 from plugins.building import make
 from tools.gpu_check import __main__ as gpu_check
 from tools.gpu_check import report, tensorrt

@@ -17,8 +17,8 @@ def page(report: dict[str, Any]) -> str:
     missed = {(i, 3) for i, row in enumerate(goals) if row["met"] is False}
     sections: list[Section] = [
         KeyValues("GPU", report["gpu"]),
-        Table("Goals", list(goals[0]), [list(row.values()) for row in goals], highlight=missed),
-        Table("Parts", ["part", "status", "seconds", "why"], rows, highlight=failed),
+        Table("Goals", list(goals[0]), [list(row.values()) for row in goals], bad=missed),
+        Table("Parts", ["part", "status", "seconds", "why"], rows, bad=failed),
     ]
     names = ("decode", "launches", "prefill", "merge")
     tables = [(name.capitalize(), name, "rows") for name in names]

@@ -1,4 +1,4 @@
-"""A model on TensorRT engines, with its KV caches on the GPU.
+"""A model on TensorRT engines, with its KV caches on the GPU, and the calls of its engines.
 
 If one plugin updates a state tensor, its input (past) and output (present) have the same address. If several nodes of
 an engine update the tensor, present has another address and is copied back after the run, because TensorRT may run the
@@ -7,7 +7,9 @@ nodes in any order.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,12 +17,13 @@ from numpy.typing import NDArray
 
 from kvexport.backends.lane_state import fill, is_captured, read_used, slot_places, votes_names, without_last
 from kvexport.backends.model_state import Memory, ModelState, Pending
-from kvexport.backends.rows import Rows
-from kvexport.backends.tensorrt.calls import Copy, Merge, Phase
+from kvexport.backends.rows import Rows, TopLogits
 from kvexport.backends.tensorrt.cuda import ALIGNMENT, Arena
-from kvexport.backends.tensorrt.engines import input_shape
+from kvexport.backends.tensorrt.engines import DECODE, PREFILL, input_shape
 from kvexport.backends.tensorrt.plans import Plans, bind, names
 from kvexport.plan.cache import CachePlan
+
+Copy = tuple[int, int, int]  # target address, source address, bytes
 
 
 class LoadedModel(Plans):
@@ -210,3 +213,192 @@ class TensorRTState(ModelState):
             self.cuda.copy(self.state.pointer(name), array.ctypes.data, array.nbytes, self.stream)
         self.cuda.synchronize(self.stream)
         self.past_length[: len(past_length)] = past_length
+
+
+class Phase:
+    """The decoder calls of one kind, decode (one token) or prefill (up to `tokens` tokens), and their staging memory.
+
+    The staging memory is page-locked. The largest logits of a decode call are copied to the host with it; a whole row
+    of logits is copied only when a caller asks for it (`Rows.row`).
+    """
+
+    def __init__(self, backend: TensorRTState, tokens: int) -> None:
+        engines, lanes = backend.engines, backend.lanes
+        self.backend, self.tokens = backend, tokens
+        self.cuda, self.stream = backend.cuda, backend.stream
+        rows = tokens if engines.all_logits else 1
+        per_lane = ((lanes, 1), np.int64)
+        self.inputs = Arena(
+            self.cuda,
+            {"input_ids": ((lanes, tokens), np.int64), "query_length": per_lane, "past_length": per_lane},
+            pinned=True,
+        )
+        self.outputs = Arena(self.cuda, {"logits": ((lanes, rows, engines.vocabulary), np.float32)}, pinned=True)
+        self.length = Arena(self.cuda, {"present_length": per_lane})  # not read: the host counts lengths itself
+        self.largest: Arena | None = None
+        if tokens == 1 and engines.top_logits is not None:
+            shape = (lanes, 1, engines.top_count)
+            tensors = {
+                "values": (shape, np.float32),
+                "ids": (shape, np.int32),
+                "mass": ((lanes, 1, 1), np.float32),
+                "token": ((lanes, 1), np.int64),
+            }
+            found = names(engines.top_logits)  # plans of older artifacts do not return a token
+            self.largest = Arena(self.cuda, {name: tensors[name] for name in tensors if name in found}, pinned=True)
+        self._calls: dict[tuple[int, int] | None, Call] = {}
+        self._event = self.cuda.event()
+        weakref.finalize(self, self.cuda.api.cudaEventDestroy, self._event).atexit = False
+
+    def mark(self) -> Pending:
+        self.cuda.record(self._event, self.stream)
+
+        def rows() -> Rows:
+            self.cuda.wait(self._event)
+            return self
+
+        return rows
+
+    def top_logits(self, lane: int) -> TopLogits | None:
+        if self.largest is None:
+            return None
+        values, ids, mass = (self.largest.array(name)[lane, 0] for name in ("values", "ids", "mass"))
+        return TopLogits(ids, values, float(mass[0]), self.backend.engines.vocabulary)
+
+    def row(self, lane: int) -> NDArray[np.float32]:
+        row: NDArray[np.float32] = self.outputs.array("logits")[lane, 0]
+        self.cuda.copy(row.ctypes.data, self.outputs.pointer("logits") + lane * row.nbytes, row.nbytes, self.stream)
+        self.cuda.synchronize(self.stream)
+        return row
+
+    def logits(self, count: int, width: int) -> NDArray[np.float32]:
+        """Return the logits [count, 1 or width, vocabulary] of the last decoder call; later calls overwrite them."""
+        rows = width if self.backend.engines.all_logits else 1
+        logits = self.outputs.array("logits", (count, rows, self.backend.engines.vocabulary))
+        self.cuda.copy(logits.ctypes.data, self.outputs.pointer("logits"), logits.nbytes, self.stream)
+        self.cuda.synchronize(self.stream)
+        return logits
+
+    def run(
+        self,
+        input_ids: NDArray[np.int64] | Phase,
+        query_length: NDArray[np.int64],
+        past_length: NDArray[np.int64],
+        first: int,
+    ) -> None:
+        """Enqueue a decoder call for n batch lanes; the caller waits for its end before it writes `inputs` again.
+
+        If `input_ids` is another `Phase`, the call's tokens are those of the largest logits of that phase's last call.
+        """
+        leader = input_ids if isinstance(input_ids, Phase) else None
+        count, width = query_length.shape if isinstance(input_ids, Phase) else input_ids.shape
+        # A CUDA graph is of no use for prompts, whose shapes change. Streamed weights are copied outside of the stream.
+        repeats = self.tokens == 1 and not self.backend.engines.streams_weights and is_captured(first, first + count)
+        key = (first, count) if repeats else None
+        if key not in self._calls:
+            single = self.tokens == 1 and key is not None and count == 1
+            profile = self.backend.engines.single if single else DECODE if self.tokens == 1 else PREFILL
+            self._calls[key] = Call(self, profile)
+        arrays = {"query_length": query_length, "past_length": past_length}
+        if not isinstance(input_ids, Phase):
+            arrays["input_ids"] = input_ids
+        for name, array in arrays.items():
+            self.inputs.array(name, array.shape)[...] = array
+        self._calls[key].run(width, first, count, replayed=repeats, leader=leader)
+
+
+class Call:
+    """The execution contexts of a decoder call, bound to some batch lanes.
+
+    A repeated decode call is one CUDA graph. It contains the copies, the run of the decoder engine, and the run of the
+    engine that finds the largest logits. Each call has its own execution contexts, because the shapes of a context must
+    not change while a CUDA graph uses it. CUDA graphs for other numbers of lanes therefore stay valid.
+    """
+
+    def __init__(self, phase: Phase, profile: int) -> None:
+        self.phase, self.backend = phase, phase.backend
+        engines, scratch = self.backend.engines, self.backend.scratch.device
+        self.context = engines.context(engines.decoder, profile, phase.stream, scratch)
+        if phase.largest is not None:
+            self.finder = engines.context(engines.top_logits, 0, phase.stream, scratch)
+            for name in phase.largest.names:
+                bind(self.finder, name, phase.largest.pointer(name))
+        self._bound = (0, 0, 0)  # tokens, first lane, lanes
+        self._before: list[Copy] = []
+        self._after: list[Copy] = []
+        # Calls with tokens from the host, and calls with tokens that the call before left on the GPU.
+        self._replays = [engines.replay(phase.stream, "decode") for _ in range(2)]
+
+    def run(self, width: int, first: int, count: int, *, replayed: bool, leader: Phase | None) -> None:
+        if (width, first, count) != self._bound:
+            self._bind(width, first, count)
+        enqueue = partial(self._enqueue, leader, count)
+        if replayed:
+            self._replays[leader is not None](enqueue)
+        else:
+            enqueue()
+
+    def _bind(self, width: int, first: int, count: int) -> None:
+        backend, phase = self.backend, self.phase
+        for name in ("input_ids", "query_length", "past_length"):
+            bind(self.context, name, phase.inputs.pointer(name), input_shape(backend.plan, name, count, width))
+        bind(self.context, "logits", phase.outputs.pointer("logits"))
+        if phase.largest is not None:
+            bind(self.finder, "logits", phase.outputs.pointer("logits"), (count, 1, backend.engines.vocabulary))
+        bind(self.context, "present_length", phase.length.pointer("present_length"))
+        self._before, self._after = backend.bind_lanes(
+            self.context, backend.names, first, count, width=width, kind="decoder"
+        )
+        if backend.spare is not None and not backend.engines.overwritten["decoder"] and count == backend.lanes:
+            # The spare memory then has all state tensors, in the order of the state's own memory.
+            self._after = [(backend.state.device, backend.spare.device, backend.state.nbytes)]
+        self._bound = (width, first, count)
+
+    def _enqueue(self, leader: Phase | None, count: int) -> None:
+        inputs, stream = self.phase.inputs, self.phase.stream
+        if leader is None:
+            inputs.upload(stream)
+        else:
+            assert leader.largest is not None
+            tokens = leader.largest.pointer("token")
+            self.backend.cuda.copy(inputs.pointer("input_ids"), tokens, count * np.dtype(np.int64).itemsize, stream)
+            inputs.upload(stream, begin="query_length")
+        self.backend.enqueue(self._before)
+        self.backend.engines.enqueue(self.context, stream)
+        self.backend.enqueue(self._after)
+        if self.phase.largest is not None:
+            self.backend.engines.enqueue(self.finder, self.phase.stream)
+            self.phase.largest.download(self.phase.stream)
+
+
+class Merge:
+    """The merge engine, which compresses the KV caches of some batch lanes to their budgets of slots.
+
+    It has its own execution context, because the shapes of a context must not change while a CUDA graph uses it. The
+    CUDA graph of a merge (copies and engine run) is kept while the lanes stay the same.
+    """
+
+    def __init__(self, backend: TensorRTState) -> None:
+        self.backend, engines = backend, backend.engines
+        self.context = engines.context(engines.merge, 0, backend.stream, backend.scratch.device)
+        merged = set(names(engines.merge))
+        self._names = [pair for pair in backend.names if pair[0] in merged]
+        self._bound = (0, 0)
+        self._before: list[Copy] = []
+        self._after: list[Copy] = []
+        self._replay = engines.replay(backend.stream, "merging")
+
+    def run(self, first: int, last: int) -> None:
+        if (first, last) != self._bound:
+            backend = self.backend
+            self._before, self._after = backend.bind_lanes(
+                self.context, self._names, first, last - first, width=1, kind="merge"
+            )
+            self._bound = (first, last)
+            self._replay = backend.engines.replay(backend.stream, "merging")
+        self._replay(self._enqueue)
+
+    def _enqueue(self) -> None:
+        self.backend.enqueue(self._before)
+        self.backend.engines.enqueue(self.context, self.backend.stream)
+        self.backend.enqueue(self._after)

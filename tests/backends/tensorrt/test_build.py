@@ -17,8 +17,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvexport.artifact.reading import load_manifest
-from kvexport.backends.tensorrt.calls import Phase
 from kvexport.backends.tensorrt.log import STEPS, make_monitor
+from kvexport.backends.tensorrt.model import Phase
 from kvexport.commands.app import app
 from kvexport.errors import KvexportError
 from kvexport.export.rebuild import rebuild

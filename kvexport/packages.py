@@ -61,6 +61,7 @@ PACKAGES = (
     Package("onnx", "onnx", "1.18", "export", "writes graphs"),
     Package("onnxscript", "onnxscript", "0.7", "export", "optimises graphs"),
     Package("onnx-ir", "onnx_ir", "1.0", "export", "optimises graphs"),
+    Package("polygraphy", "polygraphy", "0.49", "export", "validate runs the engine with it"),
     Package("httpx2", "httpx2", "2", "serve", "speaks to servers that are measured"),
     Package("llguidance", "llguidance", "1.9", "serve", "answers that keep to a JSON schema or a grammar"),
     Package("prometheus_client", "prometheus_client", "0.20", "serve", "the server's metrics"),
@@ -123,6 +124,8 @@ def installed_version(name: str) -> str | None:
 
 
 def needs(verb: str, package: Package) -> bool:
+    if package.name == "polygraphy":
+        return verb == "validate"
     return package.extra == "run" or package.extra == VERBS[verb]
 
 

@@ -83,7 +83,7 @@ NOT_RUN: dict[str, dict[str, int]] = {
         "calibrate/head_shares.py": 3, "calibrate/texts.py": 3, "evaluate/result.py": 1,
         "evaluate/language.py": 2, "evaluate/measure.py": 2, "evaluate/reference.py": 2, "evaluate/runner.py": 4,
         "evaluate/settings.py": 1, "evaluate/suites.py": 1, "commands/output.py": 1, "commands/validate.py": 1,
-        "validate/runner.py": 1,
+        "validate/layers.py": 3,
     },
     "it starts a server": {
         "commands/serve.py": 1, "language/forms.py": 1, "serve/run.py": 1, "serve/service.py": 1,
@@ -167,6 +167,7 @@ CASES = [
     ("models.py", "kvexport calibrate", "build R --calibrate --out TMP/c"),
     ("recipe/load.py", "kvexport recipes", "plan --recipe nonsense"),
     ("tensor_files/shards.py", "BASE_MODEL", "plan ONE"),
+    ("validate/layers.py", "--layers 1", "validate ARTIFACT --layers 9"),
     ("validate/tokens.py", "--batch", "validate ARTIFACT --batch 9"),
 ]  # fmt: skip
 

@@ -50,7 +50,7 @@ ORDER = [
     "commands",
     "__main__",
 ]
-HEAVY = {"torch", "transformers", "onnx", "onnxscript", "onnx_ir"}
+HEAVY = {"torch", "transformers", "onnx", "onnxscript", "onnx_ir", "polygraphy"}
 
 
 # A recipe's keys come from the backends. The registry, its list of sections and every section.py are read with a

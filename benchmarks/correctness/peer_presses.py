@@ -129,7 +129,7 @@ class _ReferenceBackend:
     def decode(self, input_ids: Any, query_length: Any, first: int = 0) -> Any:
         feed = {"input_ids": input_ids, "query_length": query_length, "past_length": self.length, **self.state}
         present = self.reference.decode(feed)
-        self.length = self.length + query_length
+        self.length = present["present_length"]
         self._take(present)
         return present["logits"]
 

@@ -45,7 +45,7 @@ def row(result: ValidationResult) -> dict[str, Any]:
         "flips": result.flips,
         "head_merges": result.head_merges,
         "largest": {kind: result.largest(kind) for kind in kinds},
-        "first_kl": result.first_kl,
+        "own_kl": result.own_kl,
         "kl": {kind: result.mean_kl(kind) for kind in dict.fromkeys(result.texts)},
     }
 

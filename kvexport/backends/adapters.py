@@ -78,6 +78,12 @@ class Adapters:
             return {}
         return {ROWS: (1, 1, self.rows), **{name: array.shape for name, array in self.tensors.items()}}
 
+    def unused(self, batch: int) -> dict[str, NDArray[Any]]:
+        if not self.tensors:
+            return {}
+        rows = np.zeros((batch, 1, 1), self.dtype)
+        return {ROWS: rows, **{name: array[:1] for name, array in self.tensors.items()}}
+
     def get(self, name: str | None) -> Adapter | None:
         """Return the LoRA adapter with a name; None if the name is None, for the model without an adapter."""
         if name is None:

@@ -84,6 +84,27 @@ class Description:
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Runners:
+    """Objects that run an exported model's ONNX graphs, so that `kvexport validate` can compare them with PyTorch.
+
+    Past and present state have separate buffers. Each runner is a context manager with `infer(feed) -> outputs`, as the
+    runners of the package polygraphy are.
+
+    Attributes:
+        decode: Runs the decoder for calls with one token of each batch lane.
+        prefill: Runs the decoder for calls with several tokens of each batch lane.
+        merge: Runs the merge graph, which compresses KV caches. None if no layer merges.
+        open_decoder: A function that takes the bytes of another decoder's ONNX graph and opens an ONNX Runtime session
+            of it over the same weights. None if the backend does not run ONNX graphs.
+    """
+
+    decode: Any
+    prefill: Any
+    merge: Any
+    open_decoder: Callable[[bytes], Any] | None = None
+
+
 class Backend(ABC):
     """Base class of a backend: a library that runs an exported model's ONNX graphs.
 
@@ -119,6 +140,15 @@ class Backend(ABC):
             EnvironmentProblem: If this machine lacks something that the backend needs.
             ArtifactError: If the artifact lacks files that `preparation` adds, such as TensorRT engines.
             UsageError: If an option has an impossible value.
+        """
+
+    @abstractmethod
+    def runners(self, model: Any, manifest: Manifest) -> Runners:
+        """Return objects that run a loaded model's ONNX graphs, for `kvexport validate` to compare with PyTorch.
+
+        Args:
+            model: The model that `load` returned.
+            manifest: The manifest of the artifact.
         """
 
     def device(self, recipe: Recipe) -> str | None:

@@ -1,24 +1,28 @@
-"""Every call of an engine, compared with PyTorch's call from the engine's state before it."""
+"""Comparison of an exported model with PyTorch: layers, merges, in-place buffers and an independent run."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvexport.backends.base import Runners
 from kvexport.backends.model_state import LaneState
 from kvexport.backends.rows import MASS_ERROR, TopLogits
 from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
+from kvexport.images.rows import CallImages
+from kvexport.plan.cache import CachePlan
 from kvexport.validate.compare import (
-    FIRST_LAYER,
+    LAYERS,
     MERGES,
     WHOLE,
     Difference,
+    Tolerance,
     largest_differences,
     named_heads,
     norm,
@@ -26,6 +30,8 @@ from kvexport.validate.compare import (
     tolerance_of,
     worst,
 )
+from kvexport.validate.cut import CutDecoder
+from kvexport.validate.independent import IndependentRun, Merge, WatchedState
 from kvexport.validate.merges import compare_merge
 from kvexport.validate.reference import TorchReference
 from kvexport.validate.result import Mismatch, Rounding, ValidationResult, quantiles_of
@@ -35,191 +41,321 @@ from kvexport.validate.tokens import Ids
 Arrays = dict[str, NDArray[Any]]
 
 
-class Comparison(LaneState):
-    """The engine's run over the validation sequences, in place as in production, and PyTorch's calls beside it.
+class Comparison:
+    """Comparison of an exported model with PyTorch, call by call.
 
-    PyTorch makes every call and every merge from the engine's own state before it. Differences of earlier calls
-    therefore do not add up, and a merge that rounding decides otherwise does not separate the two.
+    The PyTorch reference makes every call, and the engine's ONNX graphs are compared with it from the same state. The
+    engine also runs independently, from its own state.
     """
 
-    def __init__(self, engine: Engine, reference: TorchReference, result: ValidationResult) -> None:
-        self.engine, self.reference, self.result = engine, reference, result
+    def __init__(
+        self,
+        engine: Engine,
+        runners: Runners,
+        reference: TorchReference,
+        result: ValidationResult,
+    ) -> None:
+        self.engine, self.runners, self.reference, self.result = engine, runners, reference, result
         # The reference's KV caches may have fewer slots than the engine's (`kvexport.validate.slots`).
-        self.plan, self.method = reference.plan, reference.method
-        recipe, limits, batch = engine.manifest.recipe, engine.manifest.limits, len(result.tokens)
-        types = (recipe.model.dtype, recipe.cache_dtype)
-        self.first, self.merged, self.whole = (tolerance_of(x, *types) for x in (FIRST_LAYER, MERGES, WHOLE))
+        self.plan, self.method, self.dtype = reference.plan, reference.method, engine.manifest.recipe.model.dtype
+        types = (self.dtype, engine.manifest.recipe.cache_dtype)
+        self.tolerance, self.merge_tolerance, self.whole = (tolerance_of(x, *types) for x in (LAYERS, MERGES, WHOLE))
         if self.plan.attention_layers:
-            self.first = self.whole  # layers without a KV cache may come before the first layer that has one
-        self.least = 2.0**-24 if {*types} == {"float32"} else 2.0**-11  # one rounding of the coarsest type
-        self.state = engine.new_state(batch)
-        self.lanes = Lanes(
-            self,
-            engine.plan,
-            batch,
-            prefill_chunk=limits.prefill_chunk,
-            merge_every=limits.merge_every,
-            merge_prompts=recipe.cache.merge_prompts,
-        )
-        self.past: Arrays = {
-            name: np.zeros(layer.shapes(batch)[kind], layer.dtypes()[kind])
-            for name, _, layer, kind in self.plan.state_names()
-        }
-        self.length = np.zeros((batch, 1), np.int64)
-        self.logits: list[dict[int, NDArray[np.float32]]] = [{} for _ in range(batch)]  # after a call, by position
-        self.in_float64 = False
+            # The decoder is cut before layers that have a KV cache. Layers with a recurrent state, or that read another
+            # layer's cache, magnify rounding errors between two cuts, as the layers of an uncut decoder do.
+            self.tolerance = self.whole
+        decoder = engine.path / engine.manifest.graphs.decoder
+        slots = engine.plan if self.plan != engine.plan else None
+        self.cut = CutDecoder(decoder, self.dtype, runners.open_decoder, slots) if runners.open_decoder else None
+        limits, batch = engine.manifest.limits, len(result.tokens)
+        shared: dict[str, Any] = {"prefill_chunk": limits.prefill_chunk, "merge_every": limits.merge_every}
+        shared["merge_prompts"] = engine.manifest.recipe.cache.merge_prompts
+        self.adapters, self.images = engine.adapters, engine.manifest.images
+        self.locked = LockedBackend(self, reference, self.plan, batch)
+        # The reference merges after the same calls as the engine.
+        self.reference_lanes = Lanes(self.locked, engine.plan, batch, **shared)
+        own = WatchedState(engine.new_state(batch), engine.plan, self.plan)
+        both = (engine.plan, self.plan, self.method, batch, self.merge_tolerance)
+        self.independent = IndependentRun(own, *both, **shared)
+        self.merges: list[Merge] = []  # the reference's merges in the current call
         self.examined = 0
         self.errors: dict[tuple[str, str], list[tuple[NDArray[Any], NDArray[Any]]]] = defaultdict(list)
 
-    def step(self, tokens: list[Ids], *, prefill: bool, unread: Collection[int], in_float64: bool) -> None:
-        self.in_float64 = in_float64
-        logits = self.lanes.append(tokens, prefill=prefill, unread=unread)
-        for lane, ids in enumerate(tokens):
-            if len(ids):
-                row = len(ids) - 1 if logits.shape[1] > 1 else 0
-                self.logits[lane][self.lanes.length[lane] - 1] = logits[lane, row].copy()
+    def step(self, tokens: list[Ids], *, prefill: bool, unread: Collection[int], whole: bool) -> None:
+        self.locked.whole = whole
+        self.merges.clear()
+        reference = self.reference_lanes.append(tokens, prefill=prefill, unread=unread)
+        call = (tokens, reference, self.merges)
+        for lane, own, expected, caches in self.independent.append(*call, prefill=prefill, unread=unread):
+            tolerances = (self.whole, self.merge_tolerance)
+            for i, d in self.independent.unexplained(own, expected, self.reference.merge, *tolerances):
+                fields = (d.tensor, d.difference, d.allowed, lane, d.head, d.slot)
+                self.result.note(Mismatch(len(self.result.steps) - 1, "independent run", i, *fields))
+                self.independent.ended.add(lane)
+            if lane not in self.independent.ended:
+                for name, x in self.independent.state(lane, caches).items():
+                    self.locked.state[name][lane] = x[0]
 
     def finish(self) -> None:
+        """Compute the figures that need all calls: the mean KL of the engine's independent run, and rounding errors."""
+        self.result.own_kl = float(np.mean(self.independent.kl)) if self.independent.kl else 0.0
+        self.result.own_compared, self.result.parted = len(self.independent.kl), self.independent.parted
         for (phase, tensor), pairs in self.errors.items():
             engine, pytorch = (np.concatenate(side) for side in zip(*pairs, strict=True))
             quantiles = (quantiles_of(engine), quantiles_of(pytorch))
-            self.result.rounding.append(Rounding(phase, tensor, len(engine), *quantiles, self.least))
+            least = self.tolerance.rounding / 4
+            self.result.rounding.append(Rounding(phase, tensor, len(engine), *quantiles, least))
 
-    def decode(
-        self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
-    ) -> NDArray[np.float32]:
-        phase = "decode" if query_length.max() == 1 else "prefill"
-        feed = {"input_ids": input_ids, "query_length": query_length, "past_length": self.length, **self.past}
-        logits = self._logits(input_ids, query_length)
-        actual, expected = self._present(phase), self.reference.decode(feed)
+    def decoded(self, feed: Arrays, present: Arrays, hidden: dict[int, NDArray[Any]], whole: bool) -> None:
+        """Compare one decoder call with PyTorch, layer by layer and, if `whole` is set, over the full depth.
+
+        Each layer receives the reference's hidden state, so one layer's error does not reach the next layer.
+        """
+        phase = "decode" if feed["query_length"].max() == 1 else "prefill"
+        feed = {**feed, **self.adapters.unused(len(feed["query_length"]))}
+        if self.images is not None:
+            feed |= CallImages.none(self.images, *feed["input_ids"].shape)._asdict()
         largest: dict[str, float] = {}
-        for i, layer in enumerate(self.plan.caches):
-            own, other = ([state[t.present(i)] for t in layer.state] for state in (actual, expected))
-            tolerance = self.whole if i else self.first
-            self._note(phase, i, state_difference(layer, self.method, own, other, tolerance))
-            self._keep_largest(i, actual, expected, largest)
-        every = logits.shape[1] == input_ids.shape[1]  # else the logits of a call's last token
-        real = np.arange(logits.shape[1]) < query_length if every else query_length > 0
-        gap = np.where(real, norm(logits.astype(np.float64) - expected["logits"]), 0.0)
-        size = norm(expected["logits"])
-        largest["logits"] = float(np.nan_to_num(gap / np.maximum(size, 1e-30), nan=np.inf).max())
-        self._note(phase, None, worst("logits", gap, self.whole.vectors * size))
-        if self.in_float64:
-            self._against_float64(phase, feed, actual | {"logits": logits}, expected, real)
-        self.length = self.length + query_length
-        self._end_step(phase, actual, largest)
-        return logits
+        length: Any = None
+        if self.cut is not None:
+            outputs, reached = self.cut.infer(feed, hidden)
+            for layer in range(len(self.plan.caches)):
+                differences = self._layer(layer, feed, outputs, present, reached, hidden, largest)
+                self._note(phase, layer, differences)
+                self._largest(layer, outputs, present, largest)
+            logits = (outputs["logits"], present["logits"])
+            self._note(phase, None, self._logits(feed, *logits, largest, self.tolerance))
+            length = outputs["present_length"]
+            del outputs, reached, logits  # frees memory for the run over the full depth
+        outputs_in_all = self._run(feed) if whole or self.cut is None else None
+        separate = None if outputs_in_all is None else self._with_used_slots(phase, outputs_in_all)
+        if self.cut is None and separate is not None:
+            for layer in range(len(self.plan.caches)):
+                tolerance = self.whole if layer else self.tolerance
+                self._note(phase, layer, [self._state(layer, separate, present, tolerance)])
+                self._largest(layer, separate, present, largest)
+            logits = (separate["logits"], present["logits"])
+            self._note(phase, None, self._logits(feed, *logits, largest, self.whole))
+            length = separate["present_length"]
+        if not np.array_equal(length, present["present_length"]):
+            self.result.note(Mismatch(len(self.result.steps), phase, None, "length", 1.0))
+        if separate is not None and outputs_in_all is not None and whole:
+            self._in_place(feed, outputs_in_all)
+            del outputs_in_all
+            self._against_float64(phase, feed, separate, present)
+        seen = int((feed["past_length"] + feed["query_length"]).max())
+        self.result.steps.append({"step": len(self.result.steps), "phase": phase, "tokens": seen, "largest": largest})
 
-    def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
-        raise NotImplementedError  # a validation fills every lane once
-
-    def merge(self, first: int, last: int) -> None:
-        self.state.merge(first, last)
-        present, lanes, step = self._present("merge"), slice(first, last), len(self.result.steps)
-        outside = np.delete(np.arange(len(self.length)), lanes)
-        if any(x[outside].tobytes() != self.past[_past(name)][outside].tobytes() for name, x in present.items()):
-            self.result.note(Mismatch(step, "merge", None, "state of other lanes", np.inf))
-        names = [(name, name_after) for name, name_after, layer, _ in self.plan.state_names() if layer.merges]
-        past = {name: np.ascontiguousarray(self.past[name][lanes]) for name, _ in names}
-        actual = {name: present[name][lanes] for _, name in names}
-        expected = self.reference.merge(past)
+    def merged(self, feed: Arrays, present: Arrays, first: int) -> None:
+        """Compare one merge of batch lanes from `first` on with PyTorch's merge: KV head by KV head, and in place."""
+        past = {name: np.ascontiguousarray(feed[name]) for name, _, layer, _ in self.plan.state_names() if layer.merges}
+        with self.runners.merge:
+            in_all: Arrays = self.runners.merge.infer(OrderedDict(with_slots(self.plan, self.engine.plan, past)))
+        outputs = self._with_used_slots("merge", in_all)
+        self.merges.append(Merge(first, {name: x.copy() for name, x in feed.items()}, present))
+        step, result = len(self.result.steps), self.result
         flipped: set[tuple[int, int, int]] = set()
-        for flip in compare_merge(self.plan, self.method, past, actual, expected, self.merged, self.examined):
+        for flip in compare_merge(self.plan, self.method, past, outputs, present, self.merge_tolerance, self.examined):
             self.examined += 1
             flipped.add((flip.layer, flip.lane, flip.head))
             lane = first + flip.lane
             if flip.right:
-                self.result.flips.append({**asdict(flip), "lane": lane, "step": step})
+                result.flips.append({**asdict(flip), "lane": lane, "step": step})
             else:
                 fields = (flip.layer, flip.tensor, flip.difference, flip.allowed, lane, flip.head, flip.slot)
-                self.result.note(Mismatch(step, "merge", *fields))
+                result.note(Mismatch(step, "merge", *fields))
         largest: dict[str, float] = {}
         for i, layer in enumerate(self.plan.caches):
             if layer.merges:
-                votes = layer.state[2]
-                before, after = (
-                    np.stack([(x[:, slots] > 0).sum(-1) for slots in layer.head_slots], 1)
-                    for x in (past[votes.past(i)], expected[votes.present(i)])
-                )
-                self.result.head_merges += int((before > after).sum())
-                alike = np.ones(before.shape, bool)
-                alike[tuple(np.array([(b, h) for c, b, h in flipped if c == i], int).reshape(-1, 2).T)] = False
-                self._keep_largest(i, actual, expected, largest, alike)
-        self._end_step("merge", present, largest)
+                votes = [
+                    state[name]
+                    for state, name in ((past, layer.state[2].past(i)), (present, layer.state[2].present(i)))
+                ]
+                before, after = ([(x[:, slots] > 0).sum(-1) for slots in layer.head_slots] for x in votes)
+                over = np.stack(before, 1) > np.stack(after, 1)
+                result.head_merges += int(over.sum())
+                skip = np.array([[(i, b, h) in flipped for h in range(over.shape[1])] for b in range(len(over))])
+                self._largest(i, outputs, present, largest, ~skip)
+        seen = int(self.locked.length.max())
+        result.steps.append({"step": step, "phase": "merge", "tokens": seen, "largest": largest})
+        self._merge_in_place(feed, in_all)
 
-    def _logits(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Run the engine's call, and check the largest logits that a device may find itself."""
-        if input_ids.shape[1] > 1 or not self.state.top_logits:
-            return np.array(self.state.decode(input_ids, query_length))
-        rows = self.state.step(input_ids, query_length)
-        logits = np.stack([rows.row(lane) for lane in range(len(input_ids))])[:, None]
-        lanes = np.flatnonzero(query_length).tolist()
-        right = all(_are_largest(rows.top_logits(lane), logits[lane, 0]) for lane in lanes)
-        self.result.top_logits_hold = right and self.result.top_logits_hold is not False
-        return logits
+    def _run(self, feed: Arrays) -> Arrays:
+        runner = self.runners.decode if feed["input_ids"].shape[1] == 1 else self.runners.prefill
+        with runner:
+            outputs: Arrays = runner.infer(OrderedDict(with_slots(self.plan, self.engine.plan, feed)))
+        return outputs
 
-    def _present(self, phase: str) -> Arrays:
-        """Return the engine's state, cut to the slots of the reference; note a mismatch if later slots are in use."""
-        arrays = {name.replace("past_key_values.", "present."): x for name, x in self.state.get_state().items()}
+    def _with_used_slots(self, phase: str, outputs: Arrays) -> Arrays:
+        """Cut the engine's KV caches to the slots of the reference; note a mismatch if later slots are not empty."""
         if self.plan == self.engine.plan:
-            return arrays
-        if has_beyond(self.engine.plan, self.plan, arrays):
+            return outputs
+        if has_beyond(self.engine.plan, self.plan, outputs):
             self.result.note(Mismatch(len(self.result.steps), phase, None, "unused slots", np.inf))
-        return with_slots(self.engine.plan, self.plan, arrays)
+        return with_slots(self.engine.plan, self.plan, outputs)
 
-    def _end_step(self, phase: str, present: Arrays, largest: dict[str, float]) -> None:
-        self.past = {_past(name): x for name, x in present.items()}
-        seen = int(self.length.max())
-        self.result.steps.append({"step": len(self.result.steps), "phase": phase, "tokens": seen, "largest": largest})
+    def _layer(
+        self,
+        i: int,
+        feed: Arrays,
+        outputs: Arrays,
+        present: Arrays,
+        reached: Mapping[int, NDArray[Any]],
+        hidden: Mapping[int, NDArray[Any]],
+        largest: dict[str, float],
+    ) -> list[Difference | None]:
+        differences = [self._state(i, outputs, present, self.tolerance)]
+        if i + 1 in reached:
+            begin = hidden[max((b for b in reached if b <= i), default=0)].astype(np.float64)
+            end = hidden[i + 1].astype(np.float64)
+            allowed = self.tolerance.hidden * norm(end - begin) + self.tolerance.rounding * norm(end)
+            gap = np.where(_real(feed), norm(reached[i + 1] - end), 0.0)
+            _keep(largest, "hidden", gap / np.maximum(norm(end - begin), 1e-30))
+            differences.append(worst("hidden", gap, allowed))
+        return differences
 
-    def _note(self, phase: str, layer: int | None, d: Difference | None) -> None:
-        if d is not None:
-            fields = (d.tensor, d.difference, d.allowed, d.lane, d.head, d.slot)
-            self.result.note(Mismatch(len(self.result.steps), phase, layer, *fields))
+    def _state(self, i: int, outputs: Arrays, present: Arrays, tolerance: Tolerance) -> Difference | None:
+        layer = self.plan.caches[i]
+        actual, expected = ([state[t.present(i)] for t in layer.state] for state in (outputs, present))
+        return state_difference(layer, self.method, actual, expected, tolerance)
 
-    def _keep_largest(
-        self, i: int, actual: Arrays, expected: Arrays, largest: dict[str, float], heads: NDArray[Any] | None = None
+    def _logits(
+        self,
+        feed: Arrays,
+        actual: NDArray[Any],
+        expected: NDArray[Any],
+        largest: dict[str, float],
+        tolerance: Tolerance,
+    ) -> list[Difference | None]:
+        real = _real(feed) if actual.shape[1] == feed["input_ids"].shape[1] else feed["query_length"] > 0
+        gap = np.where(real, norm(actual.astype(np.float64) - expected), 0.0)
+        _keep(largest, "logits", gap / np.maximum(norm(expected), 1e-30))
+        return [worst("logits", gap, tolerance.hidden * norm(expected))]
+
+    def _note(self, phase: str, layer: int | None, differences: list[Difference | None]) -> None:
+        for d in differences:
+            if d is not None:
+                fields = (d.tensor, d.difference, d.allowed, d.lane, d.head, d.slot)
+                self.result.note(Mismatch(len(self.result.steps), phase, layer, *fields))
+
+    def _largest(
+        self, i: int, outputs: Arrays, present: Arrays, largest: dict[str, float], heads: NDArray[Any] | None = None
     ) -> None:
         first = 0
-        for own, other in zip(self._named(i, actual), self._named(i, expected), strict=True):
-            count = own["votes"].shape[1]
-            which = None if heads is None else heads[:, first : first + count]
+        for actual, expected in zip(*(self._named(i, state) for state in (outputs, present)), strict=True):
+            count = actual["votes"].shape[1]
+            own = None if heads is None else heads[:, first : first + count]
             first += count
-            for name, x in own.items():
-                largest[name] = max(largest.get(name, 0.0), largest_differences(name, x, other[name], which))
+            for name, x in actual.items():
+                largest[name] = max(largest.get(name, 0.0), largest_differences(name, x, expected[name], own))
 
     def _named(self, i: int, present: Arrays) -> list[dict[str, NDArray[Any]]]:
         layer = self.plan.caches[i]
         return named_heads(layer, [present[tensor.present(i)] for tensor in layer.state])
 
-    def _against_float64(
-        self, phase: str, feed: Arrays, actual: Arrays, expected: Arrays, real: NDArray[np.bool_]
-    ) -> None:
+    def _against_float64(self, phase: str, feed: Arrays, separate: Arrays, present: Arrays) -> None:
         exact = self.reference.decode_in_float64(feed)
         for i, layer in enumerate(self.plan.caches):
             past = named_heads(layer, [feed[tensor.past(i)] for tensor in layer.state])
-            sides = (self._named(i, state) for state in (actual, expected, exact))
-            for before, engine, pytorch, truth in zip(past, *sides, strict=True):
+            others = (self._named(i, state) for state in (separate, present, exact))
+            for before, actual, expected, truth in zip(past, *others, strict=True):
                 for name in ("key",) if layer.value_in_key else ("key", "value"):
-                    new = norm(pytorch[name].astype(np.float64) - before[name]) > 0
-                    self._add_errors((phase, name), engine[name], pytorch[name], truth[name], new)
-        self._add_errors((phase, "logits"), actual["logits"], expected["logits"], exact["logits"], real)
+                    new = norm(expected[name].astype(np.float64) - before[name]) > 0
+                    self._add_errors((phase, name), actual[name], expected[name], truth[name], new)
+        logits = exact["logits"]
+        real = _real(feed) if logits.shape[1] == feed["input_ids"].shape[1] else feed["query_length"] > 0
+        self._add_errors((phase, "logits"), separate["logits"], present["logits"], logits, real)
 
     def _add_errors(
         self,
-        kind: tuple[str, str],
-        engine: NDArray[Any],
-        pytorch: NDArray[Any],
+        fields: tuple[str, str],
+        actual: NDArray[Any],
+        expected: NDArray[Any],
         truth: NDArray[Any],
-        rows: NDArray[np.bool_],
+        rows: NDArray[Any],
     ) -> None:
         size = np.maximum(norm(truth)[rows], 1e-30)
-        errors = [norm(x.astype(np.float64) - truth)[rows] / size for x in (engine, pytorch)]
-        self.errors[kind].append((np.nan_to_num(errors[0], nan=np.inf), errors[1]))
+        engine, pytorch = (norm(x.astype(np.float64) - truth)[rows] / size for x in (actual, expected))
+        self.errors[fields].append((np.nan_to_num(engine, nan=np.inf), pytorch))
+
+    def _in_place(self, feed: Arrays, separate: Arrays) -> None:
+        """Run a graph again with past and present in the same buffers, as in production, and require the same bits."""
+        input_ids, query_length = feed["input_ids"], feed["query_length"]
+        state, past = self.engine.new_state(len(input_ids)), with_slots(self.plan, self.engine.plan, self.locked.state)
+        state.set_state(past, self.locked.length)
+        same = np.array_equal(state.decode(input_ids, query_length), separate["logits"], equal_nan=True)
+        for name, array in state.get_state().items():
+            same &= array.tobytes() == separate[name.replace("past_key_values.", "present.")].tobytes()
+        self.result.in_place_identical &= bool(same)
+        if state.top_logits and input_ids.shape[1] == 1:
+            state.set_state(past, self.locked.length)
+            rows = state.step(input_ids, query_length)
+            lanes = np.flatnonzero(query_length).tolist()
+            right = all(_are_largest(rows.top_logits(lane), separate["logits"][lane, 0]) for lane in lanes)
+            self.result.top_logits_hold = right and self.result.top_logits_hold is not False
+
+    def _merge_in_place(self, feed: Arrays, separate: Arrays) -> None:
+        lanes = len(next(iter(feed.values())))
+        state = self.engine.new_state(lanes)
+        state.set_state(with_slots(self.plan, self.engine.plan, feed), np.zeros((lanes, 1), dtype=np.int64))
+        state.merge(0, lanes)
+        for name, array in state.get_state().items():
+            present = name.replace("past_key_values.", "present.")
+            if present in separate:
+                self.result.in_place_identical &= array.tobytes() == separate[present].tobytes()
 
 
-def _past(name: str) -> str:
-    return name.replace("present.", "past_key_values.")
+class LockedBackend(LaneState):
+    """A run of the PyTorch reference whose calls and merges are passed to a comparison with the engine."""
+
+    whole = False
+
+    def __init__(self, comparison: Comparison, reference: TorchReference, plan: CachePlan, lanes: int) -> None:
+        self.comparison, self.reference = comparison, reference
+        self.hidden: dict[int, NDArray[Any]] = {}  # hidden states of the last call at the start of every layer
+        self.state = {
+            name: np.zeros(layer.shapes(lanes)[kind], layer.dtypes()[kind])
+            for name, _, layer, kind in plan.state_names()
+        }
+        self.length = np.zeros((lanes, 1), dtype=np.int64)
+
+    def decode(
+        self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
+    ) -> NDArray[np.float32]:
+        assert first == 0 and len(input_ids) == len(self.length), "a reference runs all its lanes"
+        feed = {"input_ids": input_ids, "query_length": query_length, "past_length": self.length, **self.state}
+        present = self.reference.decode(feed, self.hidden)
+        self.comparison.decoded(feed, present, self.hidden, self.whole)
+        self.length = present["present_length"]
+        self._take(present, slice(None))
+        logits: NDArray[np.float32] = present["logits"]
+        return logits
+
+    def merge(self, first: int, last: int) -> None:
+        feed = {name: array[first:last] for name, array in self.state.items()}
+        present = self.reference.merge(feed)
+        self.comparison.merged(feed, present, first)
+        self._take(present, slice(first, last))
+
+    def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
+        """Raise an error: the batch lanes of a reference run are used only once."""
+        raise AssertionError("a reference runs once")
+
+    def _take(self, present: Arrays, lanes: slice) -> None:
+        for name, array in present.items():
+            if name.startswith("present."):
+                self.state[name.replace("present.", "past_key_values.")][lanes] = array
+
+
+def _keep(largest: dict[str, float], kind: str, sizes: NDArray[Any]) -> None:
+    size = float(np.nan_to_num(sizes, nan=np.inf).max(initial=0.0))
+    largest[kind] = max(largest.get(kind, 0.0), size)
+
+
+def _real(feed: Arrays) -> NDArray[Any]:
+    """Return a mask [B, T] bool of a decoder call's tokens: True for tokens, False for padding."""
+    real: NDArray[Any] = np.arange(feed["input_ids"].shape[1]) < feed["query_length"]
+    return real
 
 
 def _are_largest(top: TopLogits | None, logits: NDArray[np.float32]) -> bool:

@@ -16,7 +16,7 @@ equal in float32, and the order of slots then decides.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -98,7 +98,7 @@ def _differing_heads(
         for head in range(both[0]["votes"].shape[1])
     ]
     return [
-        replace(difference, lane=lane, head=head)
+        difference.at(lane, head)
         for lane in range(len(actual[0]))
         for head, both in enumerate(heads)
         if (difference := _lane_difference(method, both, lane, tolerance))

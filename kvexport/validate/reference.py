@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,24 +13,21 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kvexport.export.graph.graphs import merge_attributes
+from kvexport.export.graph.layers import layer_list
 from kvexport.export.graph.tracer import layer_attributes, used_slots
 from kvexport.export.hooks.attention import IMPLEMENTATION, TokenLogits, attending, output_projection
-from kvexport.export.hooks.experts import expert_layouts
 from kvexport.export.hooks.recurrence import RecurrentCache, recurring
-from kvexport.export.model.config import load_config
-from kvexport.export.model.hf_model import auto_class, buffers_as_parameters, fix_rotary_frequencies
-from kvexport.export.model.tensors import Checkpoint, dense_values
-from kvexport.export.weights.computed import ComputedSpec
-from kvexport.export.weights.specs import weight_specs
+from kvexport.export.model.hf_model import fix_rotary_frequencies
+from kvexport.export.model.tensors import Checkpoint
 from kvexport.methods.base import Method
 from kvexport.ops.layer_state import layer_merge_cache, layer_read_attention, layer_vote_attention
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.plan.cache import CachePlan, LayerGeometry, resized
 from kvexport.quiet import quiet_exporter
 from kvexport.schema.state import STATE, STATE_NAMES, scales_of
-from kvexport.tensor_files.casting import load_tensor
 from kvexport.validate.float64 import as_ever, in_float64
 from kvexport.validate.slots import slots_for
+from kvexport.validate.weights import load_model
 
 Arrays = dict[str, NDArray[Any]]
 State = tuple[Tensor, ...]  # the state tensors of one cache, in the order of `LayerCache.state`
@@ -97,6 +96,7 @@ class TorchReference:
             self.model = load_model(checkpoint, recipe, IMPLEMENTATION)
         fix_rotary_frequencies(self.model, recipe.rotary_length)
         self._token_logits = TokenLogits(self.model)
+        self._layers = layer_list(self.model)[1]
         for module in self.model.modules():
             if isinstance(getattr(module, "inv_freq", None), Tensor):
                 # The model computes its rotary angles in float32; angles computed in float64 would differ.
@@ -108,8 +108,18 @@ class TorchReference:
             return self.decode(feed)
 
     @torch.no_grad()
-    def decode(self, feed: Mapping[str, NDArray[Any]]) -> Arrays:
-        """Compute the decoder in PyTorch, with the inputs and outputs of decoder.onnx."""
+    def decode(
+        self,
+        feed: Mapping[str, NDArray[Any]],
+        hidden: dict[int, NDArray[Any]] | None = None,
+    ) -> Arrays:
+        """Compute the decoder in PyTorch, with the inputs and outputs of decoder.onnx.
+
+        Args:
+            feed: input_ids [B, T], query_length [B, 1], past_length [B, 1] and the tensors past_key_values.*.
+            hidden: If not None, receives the hidden state [B, T, hidden] at the start of every layer that has a cache,
+                by the number of that cache.
+        """
         ids, query_length, past_length = (
             torch.from_numpy(np.ascontiguousarray(feed[name])) for name in ("input_ids", "query_length", "past_length")
         )
@@ -127,7 +137,7 @@ class TorchReference:
         }
         states = RecurrentCache(self.model.config.model_type, recurrent, query_length, traced=False)
         self._token_logits.query_length = query_length if self._last_logits else None
-        with attending(eager), recurring(self.model, states):
+        with attending(eager), recurring(self.model, states), self._watched(hidden):
             logits = self.model(input_ids=ids, position_ids=rotated_by, **states.as_arguments(self.model)).logits
         present = {}
         for i, state in eager.present.items():
@@ -138,7 +148,22 @@ class TorchReference:
                     array if axis is None else resized(array, axis, capacity[i], cache.capacity)
                 )
         present |= {tensor.present(name): states.present[place].numpy() for place, (name, tensor) in names.items()}
-        return {"logits": logits.float().numpy(), **present}
+        return {"logits": logits.float().numpy(), "present_length": (past_length + query_length).numpy(), **present}
+
+    def time_decode(self, lanes: int, tokens: int) -> float:
+        filled = {
+            name: np.zeros(layer.shapes(lanes)[kind], layer.dtypes()[kind])
+            for name, _, layer, kind in self.plan.state_names()
+        }
+        for i, layer in enumerate(self.plan.caches):
+            for slots, budget in zip(layer.head_slots, layer.budget, strict=True):
+                used = max(0, min(budget, slots.stop - slots.start - tokens))
+                filled[STATE[VOTES].past(i)][:, slots.start : slots.start + used] = 1.0
+        lengths = np.full((lanes, 1), tokens, dtype=np.int64)
+        ids = np.zeros((lanes, tokens), dtype=np.int64)
+        begin = time.perf_counter()
+        self.decode({"input_ids": ids, "query_length": lengths, "past_length": lengths * 0, **filled})
+        return time.perf_counter() - begin
 
     @torch.no_grad()
     def merge(self, feed: Mapping[str, NDArray[Any]]) -> Arrays:
@@ -146,18 +171,42 @@ class TorchReference:
         present = {}
         for i, layer in enumerate(self.plan.caches):
             if layer.merges:
-                state = self._used(feed, i, layer.capacity)
+                state = self._layer(feed, i)
                 if any(map(int.__gt__, layer.capacity, layer.budget)):  # else it is never over its budget
                     attributes = merge_attributes(layer, self.method)
                     state = layer_merge_cache(*state, attributes=attributes, capacity=layer.capacity)
                 present.update({t.present(i): x.numpy() for t, x in zip(layer.state, state, strict=True)})
         return present
 
+    @contextlib.contextmanager
+    def _watched(self, hidden: dict[int, NDArray[Any]] | None) -> Iterator[None]:
+        handles = []
+        if hidden is not None:
+            layers = self._layers
+            if self.plan.attention_layers:
+                layers = tuple(layers[i] for i in self.plan.attention_layers)
+            for i, layer in enumerate(layers):
+
+                def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], i: int = i) -> None:
+                    hidden[i] = (args[0] if args else kwargs["hidden_states"]).numpy()
+
+                handles.append(layer.register_forward_pre_hook(note, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def _used(self, feed: Mapping[str, NDArray[Any]], i: int, capacity: tuple[int, ...]) -> State:
         cache = self.plan.caches[i]
         arrays = ((feed[tensor.past(i)], tensor.slot_axis) for tensor in cache.state)
         cut = (x if axis is None else resized(x, axis, cache.capacity, capacity) for x, axis in arrays)
         return tuple(torch.from_numpy(np.ascontiguousarray(x)) for x in cut)
+
+    def _layer(self, feed: Mapping[str, NDArray[Any]], i: int) -> State:
+        return tuple(
+            torch.from_numpy(np.ascontiguousarray(feed[tensor.past(i)])) for tensor in self.plan.caches[i].state
+        )
 
 
 @torch.no_grad()
@@ -192,34 +241,3 @@ def _load_attending(checkpoint: Checkpoint, recipe: Any) -> Any:
         except ValueError:
             pass
     return load_model(checkpoint, recipe, "eager")
-
-
-def load_model(checkpoint: Checkpoint, recipe: Any, attention: str) -> Any:
-    """Load the Hugging Face model of a checkpoint in eval mode, with the weights rounded as the recipe says."""
-    dtype = getattr(torch, recipe.model.dtype)
-    if not checkpoint.computed and recipe.weights.bits is None:
-        model: Any = auto_class(load_config(str(checkpoint.path), recipe)).from_pretrained(
-            str(checkpoint.path),
-            dtype=dtype,
-            attn_implementation=attention,
-            experts_implementation="eager",  # the default refuses float64
-            use_safetensors=True,
-        )
-        return model.eval()
-    config = load_config(str(checkpoint.path), recipe)
-    model = auto_class(config).from_config(
-        config, dtype=dtype, attn_implementation=attention, experts_implementation="eager"
-    )
-    buffers_as_parameters(model)
-    parameters = {f"model.{name}": p for name, p in model.named_parameters(remove_duplicate=False)}
-    layouts = {f"model.{name}": layout for name, layout in expert_layouts(model).items()}
-    with torch.no_grad():
-        for spec in weight_specs(checkpoint, model, recipe):
-            if isinstance(spec, ComputedSpec):
-                values = dense_values(spec.source)
-            else:
-                values = load_tensor(spec.entry, spec.dtype)
-            stored = torch.from_numpy(values).reshape(spec.shape)
-            layout = layouts.get(spec.name)
-            parameters[spec.name].copy_(stored if layout is None else layout.to_module(stored))
-    return model.eval()

@@ -16,7 +16,7 @@ ROUNDING_RATIO = 3.0  # largest ratio of the engine's errors against float64 to 
 ABOVE = 10  # errors beyond the checked quantile if there are fewer than 1,000: their 99th percentile is chance
 OUTLIERS = 10.0  # factor by which ROUNDING_RATIO is larger for the 99th percentile
 KEPT = 50  # most mismatches that are stored with all details
-KINDS = {"key": "keys", "value": "values", "logits": "logits"}
+KINDS = {"hidden": "hidden state", "key": "keys", "value": "values", "logits": "logits"}
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Mismatch:
     largest: float  # largest difference of the tensor
     allowed: float = 0.0  # tolerance
     lane: int | None = None  # row of the batch
-    head: int | None = None  # KV head; None for logits
-    slot: int | None = None  # KV-cache slot; for logits, index of the token within the call
+    head: int | None = None  # KV head; None for hidden states and logits
+    slot: int | None = None  # KV-cache slot; for hidden states and logits, index of the token within the call
 
     def line(self) -> str:
         where = "" if self.layer is None else f"layer {self.layer}, "
@@ -108,13 +108,22 @@ class ValidationResult:
     # The merges of KV heads that evict other entries than PyTorch because of rounding
     flips: list[dict[str, Any]] = field(default_factory=list)
     rounding: list[Rounding] = field(default_factory=list)  # rounding errors against float64
+    in_place_identical: bool = True  # whether the in-place run gave the same bits as separate buffers
     # Whether the top logits that a device returned are the largest of the row; None if the host has the whole row
     top_logits_hold: bool | None = None
+    # The mean KL(PyTorch || engine) in nats, with each running independently from the first token to the last
+    own_kl: float = 0.0
+    own_kl_allowed: float = 0.0  # largest value of `own_kl` that passes
+    own_compared: int = 0  # number of logits rows behind `own_kl`
     # The mean KL(transformers || engine) in nats at the positions before which nothing was evicted. The model of
-    # transformers runs with its own attention, KV cache and positions, and reads a whole sequence at once.
+    # transformers runs with its own attention, KV cache and positions, and reads a whole sequence at once. The largest
+    # value that passes is `own_kl_allowed`.
     first_kl: float = 0.0
-    first_kl_allowed: float = 0.0
     first_compared: int = 0  # number of logits rows behind `first_kl`
+    # For each lane in which a tie made the engine's independent run evict other entries than PyTorch's: the numbers of
+    # tokens seen each time. PyTorch's run then continues from the engine's KV caches of that lane, unless no tie
+    # explains the difference.
+    parted: dict[int, list[int]] = field(default_factory=dict)
     # For each sequence, KL(full cache || engine) in nats at `positions`
     kl: list[list[float]] = field(default_factory=list)
     # For each sequence, the mean losses of the next token at `positions`, with the full cache and with the engine, in
@@ -123,6 +132,8 @@ class ValidationResult:
     # For each sequence, whether the most likely token equals the full cache's, at `positions`
     agrees: list[list[bool]] = field(default_factory=list)
     positions: list[list[int]] = field(default_factory=list)  # for each sequence, the compared positions
+    # (number of compared layers, number of the model's layers); None if all were compared
+    layers: tuple[int, int] | None = None
     unmerged: int = 0  # number of KV heads that can merge, but have a budget as long as the longest sequence
     seconds: float = 0.0  # duration of the validation
 
@@ -165,12 +176,21 @@ class ValidationResult:
                     f"{r.pytorch.checked:.3g} (at most {ROUNDING_RATIO:g} times), 99 % quantile {r.engine.p99:.3g} "
                     f"against {r.pytorch.p99:.3g} (at most {OUTLIERS * ROUNDING_RATIO:g} times)"
                 )
+        if not self.in_place_identical:
+            problems.append(
+                "with past and present in the same buffers the engine computes other values than with separate buffers"
+            )
         if self.top_logits_hold is False:
             problems.append("the top logits that the device returned are not the largest logits")
-        if not self.first_kl <= self.first_kl_allowed:
+        if not self.own_kl <= self.own_kl_allowed:
+            problems.append(
+                f"an independent run of the engine is {self.own_kl:.3g} nats from an independent run of PyTorch, "
+                f"allowed {self.own_kl_allowed:.3g}"
+            )
+        if not self.first_kl <= self.own_kl_allowed:
             problems.append(
                 f"before anything was evicted the engine is {self.first_kl:.3g} nats from the model of transformers "
-                f"with its own attention, cache and positions, allowed {self.first_kl_allowed:.3g}"
+                f"with its own attention, cache and positions, allowed {self.own_kl_allowed:.3g}"
             )
         return problems
 

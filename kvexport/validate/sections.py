@@ -21,7 +21,17 @@ def sections(result: ValidationResult) -> list[Section]:
             (m.layer, m.step, m.phase, m.tensor, m.lane, m.head, m.slot, m.largest, m.allowed)
             for m in result.mismatches
         ]
-        heads = ("layer", "call", "phase", "tensor", "lane", "head", "slot or token", "difference", "allowed")
+        heads = (
+            "layer",
+            "call",
+            "phase",
+            "tensor",
+            "lane",
+            "head",
+            "slot or token",
+            "difference",
+            "allowed",
+        )
         sections.append(Table(f"Differences, the first {len(rows)} of {result.mismatched}", heads, rows))
     if result.flips:
         names = ("layer", "step", "lane", "head", "slot", "tensor", "difference", "roundings")
@@ -54,17 +64,21 @@ def summary(result: ValidationResult) -> dict[str, Any]:
     return {
         "result": "passed" if result.passed else f"FAILED: {'; '.join(result.problems)}",
         "artifact": result.artifact,
+        **_layers(result),
         "engine": result.backend,
         **result.operators,
-        "reference": "PyTorch, from the engine's state at every step",
+        "reference": "PyTorch, from the same state at every step",
         "tokens per sequence": ", ".join(f"{n} ({kind})" for n, kind in zip(result.tokens, result.texts, strict=True)),
         "budget, slots of a KV head": budgets[0] if len(budgets) == 1 else f"{budgets[0]} to {budgets[-1]}",
         "calls compared": f"{len(result.steps)} ({calls})",
         **({"merges not compared": _unmerged(result)} if result.unmerged else {}),
         "head-merges that differ from PyTorch's by a tie": f"{len(result.flips)} of {result.head_merges}",
+        "in-place buffers": "bit-identical" if result.in_place_identical else "DIFFERS",
         **({} if result.top_logits_hold is None else {"top logits": "right" if result.top_logits_hold else "WRONG"}),
+        "independent run": f"KL {result.own_kl:.2g} nats from PyTorch's over {result.own_compared} tokens, allowed "
+        f"{result.own_kl_allowed:g}{_parted(result)}",
         "before anything was evicted": f"KL {result.first_kl:.2g} nats from transformers' own attention, cache and "
-        f"positions over {result.first_compared} tokens, allowed {result.first_kl_allowed:g}"
+        f"positions over {result.first_compared} tokens, allowed {result.own_kl_allowed:g}"
         if result.first_compared
         else "not compared",
         **distances,
@@ -72,11 +86,28 @@ def summary(result: ValidationResult) -> dict[str, Any]:
     }
 
 
+def _parted(result: ValidationResult) -> str:
+    lanes = ", ".join(f"lane {lane} after {', '.join(map(str, tokens))}" for lane, tokens in result.parted.items())
+    return (
+        f"; ties that rounding decides, by tokens: {lanes}; PyTorch goes on from the engine's caches" if lanes else ""
+    )
+
+
 def _unmerged(result: ValidationResult) -> str:
     return (
         f"{result.unmerged} of {len(result.budgets)} KV heads have budgets of {max(result.tokens)} slots or "
         "more, and merged nothing; --length N with a longer sequence compares their merges too"
     )
+
+
+def _layers(result: ValidationResult) -> dict[str, str]:
+    if result.layers is None:
+        return {}
+    compared, total = result.layers
+    return {
+        "layers": f"the first {compared} of {total}, built for this validation with the artifact's recipe and "
+        "budgets; the other layers were not compared"
+    }
 
 
 def _largest(result: ValidationResult) -> Section:
@@ -89,7 +120,8 @@ def _largest(result: ValidationResult) -> Section:
 
     rows = [(kind, *(of(kind, phase) for phase in phases)) for kind in kinds]
     allowed = ", ".join(f"{name} {size:g}" for name, size in result.tolerance.items())
-    note = f"Vectors relative to their norm. Allowed in the first layer: {allowed}; positions exactly."
+    note = f"Every layer begins with PyTorch's hidden state. Vectors relative to their norm. Allowed: {allowed}; "
+    note += "positions and lengths exactly."
     return Table("Largest difference", ("tensor", *phases), rows, note)
 
 

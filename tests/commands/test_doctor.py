@@ -21,7 +21,8 @@ from kvexport.backends.onnxruntime.backend import Native, _pages_row
 from kvexport.backends.tensorrt import plugin
 from kvexport.commands.app import app
 from kvexport.commands.doctor import diagnose
-from kvexport.packages import VERBS, Package, missing_package, package_state
+from kvexport.errors import EnvironmentProblem
+from kvexport.packages import VERBS, Package, missing_package, package_state, require
 from tests.support.paths import ROOT
 
 
@@ -119,6 +120,15 @@ def test_without_the_export_packages_artifacts_still_run(monkeypatch: pytest.Mon
     assert data["verbs"]["generate"] == {"works": True, "lacks": []}
     torch = next(p for p in data["packages"] if p["name"] == "torch")
     assert (torch["version"], torch["problem"], torch["install"]) == (None, "missing", "pip install 'kvexport[export]'")
+
+
+def test_only_validate_needs_polygraphy(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "polygraphy")
+    assert {verb for verb, lacks in diagnose().verbs.items() if lacks} == {"validate"}
+    require("build")
+    with pytest.raises(EnvironmentProblem, match="validate needs polygraphy, which is not installed") as caught:
+        require("validate")
+    assert caught.value.fix == "pip install 'kvexport[export]'"
 
 
 @pytest.mark.parametrize("module", ["onnxruntime", "tokenizers"])

@@ -407,7 +407,7 @@ def test_running_needs_no_package_of_the_build(engine: Engine) -> None:
     expected = [c.token_ids for c in engine.generate(prompts(), max_new_tokens=20)]
     code = """
 import json, sys
-for name in ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors"):
+for name in ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors", "polygraphy"):
     sys.modules[name] = None
 import kvexport.engine.load
 path, batch = json.load(sys.stdin)

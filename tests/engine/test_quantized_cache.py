@@ -67,7 +67,7 @@ def test_an_artifact_has_int8_keys_and_values_and_their_scales(artifact: Path, e
 def test_every_step_is_pytorchs_and_in_place_the_same_bits(artifact: Path) -> None:
     result = validate_artifact(artifact, length=150)
     assert result.passed, result.problem
-    assert result.head_merges
+    assert result.in_place_identical and result.head_merges
 
 
 @pytest.mark.skipif(
@@ -112,7 +112,7 @@ def test_keys_of_8_bits_go_with_values_of_4(tiny_checkpoint: Path, tmp_path: Pat
     artifact = build_shared(recipe_of(tiny_checkpoint, dtype="k8v4"), tmp_path / "artifact")
     result = validate_artifact(artifact, length=70)
     assert result.passed, result.problem
-    assert result.head_merges
+    assert result.in_place_identical and result.head_merges
     engine = load(artifact)
     layer = engine.plan.caches[0]
     assert layer.slot_bytes() == layer.kv_heads * (layer.key_size + layer.value_size // 2)

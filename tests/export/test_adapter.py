@@ -23,7 +23,7 @@ from kvexport.export.weights.computed import ComputedSpec
 from kvexport.export.weights.specs import weight_specs
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.load import load_recipe
-from kvexport.validate.reference import load_model
+from kvexport.validate.weights import load_model
 from tests.support.adapters import CONFIG, MODULES, RANK, adapter
 from tests.support.quantized_files import gptq, quantized
 from tests.support.tiny_model import RECIPE

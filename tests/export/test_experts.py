@@ -22,7 +22,7 @@ from kvexport.export.hooks.experts import Layout, expert_modules, experts_form
 from kvexport.export.model.checkpoint import read_checkpoint
 from kvexport.ops.experts import ExpertsForm
 from kvexport.units import format_bytes
-from kvexport.validate.reference import load_model
+from kvexport.validate.weights import load_model
 from plugins.building import make
 from tests.support import models
 

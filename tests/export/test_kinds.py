@@ -84,5 +84,5 @@ def test_wrong_positions_that_export_and_reference_share_are_detected(
     )  # fmt: skip
     monkeypatch.setattr(PassThroughCache, "get_seq_length", lambda *_: 0)
     result = validated(config, tmp_path, "keepkv")
-    assert result.mismatch is None
+    assert result.own_kl < 1e-6 and result.mismatch is None
     assert "before anything was evicted the engine is" in result.problem

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kvexport.backends.tensorrt import plugin
-from kvexport.backends.tensorrt.model import Phase
 from plugins.building import make
+from tests.backends.tensorrt.test_build import Runner
 from tools.gpu_check import __main__ as gpu_check
 from tools.gpu_check import report, tensorrt
 from tools.gpu_check.target import Skipped, Target
@@ -26,6 +26,9 @@ def target(kept: list[Any] | None = None, *, on_host: bool = False) -> Target:
 
 @pytest.fixture
 def simulated(plugins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from polygraphy.backend import trt
+
+    monkeypatch.setattr(trt, "TrtRunner", Runner)
     monkeypatch.setattr(tensorrt, "build_for_this_gpu", lambda: plugins)
     monkeypatch.setattr(tensorrt, "LENGTH", 48)
 
@@ -45,8 +48,13 @@ def test_engines_are_built_and_compared_with_pytorch(simulated: None) -> None:
 
 
 def test_engines_that_differ_from_pytorch_fail(simulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Phase.logits
-    monkeypatch.setattr(Phase, "logits", lambda self, count, width: 1.5 * original(self, count, width))
+    original = Runner.infer
+
+    def wrong(self: Runner, feed: dict[str, Any]) -> dict[str, Any]:
+        outputs = original(self, feed)
+        return {name: x * 1.5 if name == "logits" else x for name, x in outputs.items()}
+
+    monkeypatch.setattr(Runner, "infer", wrong)
     with pytest.raises(RuntimeError, match="float16: "):
         tensorrt.tensorrt(target())
 
@@ -60,8 +68,8 @@ def test_what_is_missing_is_named(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(Skipped, match=r"tensorrt is 10\.3\.0, which is too old"):
             tensorrt.prepare(target())
     original = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else original(name))
-    with pytest.raises(Skipped, match="onnxscript is not installed"):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "polygraphy" else original(name))
+    with pytest.raises(Skipped, match="polygraphy is not installed"):
         tensorrt.prepare(target())
 
 

@@ -7,9 +7,9 @@ import logging
 import os
 import re
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvexport.backends.base import Backend, Description, Diagnosis, LoadOptions, NodeOpener
+from kvexport.backends.base import Backend, Description, Diagnosis, LoadOptions, NodeOpener, Runners
 from kvexport.backends.onnxruntime import devices
 from kvexport.backends.onnxruntime import operators as native
 from kvexport.errors import EnvironmentProblem, UsageError
@@ -119,6 +119,13 @@ class OnnxRuntime(Backend):
         if graphs.merge:
             require_interface(model.merge, path / graphs.merge, manifest.cache, {})
         return model
+
+    def runners(self, model: Any, manifest: Manifest) -> Runners:
+        from polygraphy.backend.onnxrt import OnnxrtRunner
+
+        decoder = OnnxrtRunner(model.decoder, name="engine")
+        merge = OnnxrtRunner(model.merge, name="engine") if model.merge else None
+        return Runners(decoder, decoder, merge, model.open_decoder)
 
     def operators(self, manifest: Manifest, device: str | None) -> dict[str, str]:
         return {op: str(how) for op, how in native.implementations(manifest, device).items()}

@@ -143,6 +143,9 @@ class Sessions:
         else:
             session.run_with_iobinding(binding, _run_options(graph, wait))
 
+    def open_decoder(self, model: bytes) -> Any:
+        return self._open[DECODER](graphs=False, model=model)
+
     def new_graph(self, name: str, stays: bool) -> int | None:
         if name not in self.graphs:
             return None

@@ -21,12 +21,14 @@ def open_session(
     operators: Path | None,
     device: str,
     graphs: bool = False,
+    model: bytes | None = None,
     float_input: bool = False,
     stream: int | None = None,
 ) -> Any:
     """Return a session of the graph at `path`; `stream` is a CUDA stream for its runs, None for one of its own.
 
-    `float_input` multiplies packed weights with unrounded inputs, and needs the package onnx.
+    `model` are the bytes of another graph to run over the weights of the graph at `path`. `float_input` multiplies
+    packed weights with unrounded inputs, and needs the package onnx.
     """
     import onnxruntime as ort
 
@@ -37,8 +39,10 @@ def open_session(
     options.add_session_config_entry("session.force_spinning_stop", "1")
     if operators is not None:
         options.register_custom_ops_library(str(operators))
+    if float_input:
+        model = _with_float_input(path.read_bytes() if model is None else model) or model
     source: Any = str(path)
-    if float_input and (model := _with_float_input(path.read_bytes())):
+    if model is not None:
         source = model
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
     cpu = PROVIDERS["cpu"]
@@ -46,7 +50,7 @@ def open_session(
         try:
             return ort.InferenceSession(source, options, providers=[cpu])
         except Exception as error:
-            if lacks_memory(error):
+            if lacks_memory(error) or model is not None:
                 raise
             raise _unusable(path, f"ONNX Runtime does not open it: {first_line(error)}") from error
     load_cuda_libraries(ort)

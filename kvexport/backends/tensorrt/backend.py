@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvexport.backends.base import Backend, Description, Diagnosis, LoadOptions, Preparation
+from kvexport.backends.base import Backend, Description, Diagnosis, LoadOptions, Preparation, Runners
 from kvexport.backends.tensorrt import plugin
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.packages import Package
@@ -94,6 +94,17 @@ class TensorRT(Backend):
         from kvexport.backends.tensorrt.model import LoadedModel
 
         return LoadedModel(path, manifest)
+
+    def runners(self, model: Any, manifest: Manifest) -> Runners:
+        from polygraphy.backend.trt import TrtRunner
+
+        from kvexport.backends.tensorrt.engines import DECODE, PREFILL
+
+        decode = TrtRunner(model.decoder, name="engine", optimization_profile=DECODE)
+        several = manifest.limits.prefill_chunk > 1
+        prefill = TrtRunner(model.decoder, name="engine", optimization_profile=PREFILL) if several else decode
+        merge = TrtRunner(model.merge, name="engine", optimization_profile=0) if model.merge else None
+        return Runners(decode, prefill, merge)
 
     def diagnose(self) -> Diagnosis:
         """Return the state of TensorRT's plugin library on this machine, for `kvexport doctor`.

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 from typer.testing import CliRunner
@@ -275,18 +276,109 @@ def test_progress_advances_to_its_end_and_never_back() -> None:
 # Validating.
 
 
-def test_engines_are_validated_as_sessions_are(tiny_artifact: Path, tmp_path: Path, plugins: Path) -> None:
+class Runner:
+    """A replacement of polygraphy's TrtRunner over a fake engine."""
+
+    profiles: list[int] = []  # noqa: RUF012
+
+    def __init__(self, engine: Any, name: str, optimization_profile: int) -> None:
+        self.session = engine._session
+        self.profiles.append(optimization_profile)
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def infer(self, feed: dict[str, Any]) -> dict[str, Any]:
+        names = [output.name for output in self.session.get_outputs()]
+        return dict(zip(names, self.session.run(names, feed), strict=True))
+
+
+def test_engines_are_validated_as_sessions_are(
+    tiny_artifact: Path, tmp_path: Path, plugins: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from polygraphy.backend import trt
+
+    monkeypatch.setattr(trt, "TrtRunner", Runner)
+    Runner.profiles.clear()
     result = validate_artifact(engines(tiny_artifact, tmp_path / "a"), length=54, batch=2)
     assert result.passed, result.problem
+    assert Runner.profiles == [0, 1, 0]
     assert result.backend == "tensorrt"
     assert result.top_logits_hold is True
     assert result.operators == dict.fromkeys(("VoteAttention", "MergeCache"), "plugin")
     assert {step["phase"] for step in result.steps} == {"prefill", "decode", "merge"}
 
 
+def test_wrong_state_of_any_call_and_layer_is_detected(
+    tiny_artifact: Path, tmp_path: Path, plugins: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong state is found in any call and layer.
+
+    This includes calls that are not compared with float64, and a layer whose input is the engine's own hidden state.
+    """
+    from polygraphy.backend import trt
+
+    class Wrong(Runner):
+        calls = 0
+
+        def infer(self, feed: dict[str, Any]) -> dict[str, Any]:
+            outputs = super().infer(feed)
+            if self.profiles and "input_ids" in feed and feed["input_ids"].shape[1] == 1:
+                Wrong.calls += 1
+                used = feed["past_key_values.1.votes"] > 0
+                if Wrong.calls == 2:
+                    outputs["present.1.position"] += used
+                elif Wrong.calls == 3:
+                    outputs["present.1.votes"] = np.where(used, 1.0, outputs["present.1.votes"])
+                elif Wrong.calls == 4:
+                    outputs["present.1.score"] = feed["past_key_values.1.score"]
+            return outputs
+
+    monkeypatch.setattr(trt, "TrtRunner", Wrong)
+    result = validate_artifact(engines(tiny_artifact, tmp_path / "a"), length=54, batch=2)
+    assert [(m.phase, m.layer, m.tensor) for m in result.mismatches] == [
+        ("decode", 1, tensor) for tensor in ("position", "votes", "score")
+    ]
+
+
+def test_validating_with_all_backends_names_those_it_could_not_reach(tiny_artifact: Path, gpu: Any) -> None:
+    ran = CliRunner().invoke(
+        app, ["validate", str(tiny_artifact), "--length", "8", "--batch", "1", "--backend", "all", "--json"]
+    )
+    assert ran.exit_code == 0, ran.output
+    assert [result["backend"] for result in json.loads(ran.stdout)] == ["onnxruntime cpu"]
+    assert "not compared with onnxruntime cuda: " in ran.stderr
+    assert "not compared with tensorrt: " in ran.stderr
+    assert "has ONNX graphs but no engines yet" in ran.stderr
+
+
+def test_layers_alone_are_held_on_every_backend_and_engines_are_built_for_it(
+    tiny_artifact: Path, plugins: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from polygraphy.backend import trt
+
+    monkeypatch.setattr(trt, "TrtRunner", Runner)
+    arguments = ["--layers", "1", "--length", "24", "--batch", "1", "--backend", "all", "--json"]
+    with models.remembered_traces():
+        ran = CliRunner().invoke(app, ["validate", str(tiny_artifact), *arguments])
+    assert ran.exit_code == 0, ran.output
+    results = json.loads(ran.stdout)
+    assert [(r["backend"], r["layers"], r["artifact"]) for r in results] == [
+        (backend, [1, 2], str(tiny_artifact)) for backend in ("onnxruntime cpu", "tensorrt")
+    ]
+    assert "not compared with onnxruntime cuda: " in ran.stderr
+    assert "building decoder.plan" in ran.stderr
+    assert load_manifest(tiny_artifact).engines == {}
+
+
 def test_top_logits_that_are_not_the_largest_are_detected(
     tiny_artifact: Path, tmp_path: Path, plugins: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from polygraphy.backend import trt
+
+    monkeypatch.setattr(trt, "TrtRunner", Runner)
     artifact = engines(with_top_logits(tiny_artifact, tmp_path / "graphs", 8), tmp_path / "a")
     original = Phase.top_logits
 

@@ -19,6 +19,7 @@ from kvexport.commands.app import app
 from kvexport.errors import UsageError
 from kvexport.export.build import build, read_model
 from kvexport.validate.runner import validate_artifact
+from tests.backends.tensorrt.test_build import Runner
 from tests.support import fake_tensorrt, models
 from tests.support.hybrids import CONFIGS
 from tests.support.tensorrt_artifacts import engines
@@ -79,7 +80,12 @@ def test_a_lane_is_saved_and_restored(hybrid: Path, tmp_path: Path, plugins: Pat
     assert np.array_equal(logits[0], logits[1])
 
 
-def test_engines_are_validated_as_sessions_are(hybrid: Path, tmp_path: Path, plugins: Path) -> None:
+def test_engines_are_validated_as_sessions_are(
+    hybrid: Path, tmp_path: Path, plugins: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from polygraphy.backend import trt
+
+    monkeypatch.setattr(trt, "TrtRunner", Runner)
     result = validate_artifact(engines(hybrid, tmp_path / "a"), length=30, batch=1)
     assert result.passed, result.problem
     assert result.operators == PLUGINS

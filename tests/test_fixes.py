@@ -4,8 +4,6 @@
 has no option and no command. Each other line has a case in `CASES`, or is counted in `NOT_RUN` with the reason.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

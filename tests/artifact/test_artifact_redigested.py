@@ -1,7 +1,5 @@
 """Damaged files of an artifact whose digests match are refused, and the error says that the artifact is at fault."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

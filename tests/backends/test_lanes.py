@@ -3,8 +3,6 @@
 A lane appends the same as it would alone, and the other lanes stay bit-identical.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A build measures the budgets of its KV heads, once for each checkpoint, or gives the reason why it cannot."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -3,8 +3,6 @@
 Native operators compute the same as PyTorch.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 The command works without a terminal.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of the doctor: it finds missing, outdated and broken parts, names the affected verbs, and prints the fix."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Tests of folders that cannot be written, full disks, and too little memory: one error each, and no partial files."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

@@ -1,7 +1,5 @@
 """After SIGTERM or SIGINT in any stage of a build or a calibration there is one line, an exit code, no partial file."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

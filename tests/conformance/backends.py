@@ -4,8 +4,6 @@
 fails if one of them is unknown or cannot run.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from functools import cache

@@ -4,8 +4,6 @@ For each profile (attributes, heads, sizes, dtype) the backend `onnx-function` t
 profiles with several features each. Scenarios (which lanes, how full) cost nothing and run for every profile.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from dataclasses import dataclass, field, replace

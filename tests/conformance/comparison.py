@@ -1,7 +1,5 @@
 """Comparisons of a backend's outputs with those of the oracle."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -4,8 +4,6 @@ They need only numpy; on a GPU PyTorch allocates the memory. The libraries are t
 plugins/build.py.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -4,8 +4,6 @@ The oracle and the cases have tensors [B, H, C, ...] of heads of one capacity. A
 them, here called parts: one for each head. This module is written only from docs/reference/contract.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 The runner of plugins/tests/ptx must report each of these faults.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

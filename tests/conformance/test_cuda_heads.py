@@ -4,8 +4,6 @@ The conformance suite (test_heads.py) has three heads. Here are more heads than 
 slots, splits of very different numbers, all types, and properties that the host can show.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from typing import Any

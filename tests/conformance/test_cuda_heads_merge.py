@@ -5,8 +5,6 @@ has three heads and compares every method with a merge of each head. Here are mo
 above and far below the slots, all types, and properties that the host can show.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from dataclasses import replace

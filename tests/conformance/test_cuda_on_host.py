@@ -4,8 +4,6 @@ These tests go beyond the conformance suite: caches of many blocks and splits, a
 properties of the execution that the host can show. None of them uses a GPU.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

@@ -3,8 +3,6 @@
 They ask the library for the host, which checks every launch and runs none.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 from dataclasses import replace

@@ -4,8 +4,6 @@ The caches have many blocks and splits, all head and group sizes, and every type
 execution itself, as in test_cuda_on_host.py.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

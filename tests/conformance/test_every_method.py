@@ -1,7 +1,5 @@
 """Tests of every method through both operators: sequences far beyond the budget; shorter ones stay unchanged."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -3,8 +3,6 @@
 The kernels run in ONNX Runtime's CPU provider.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

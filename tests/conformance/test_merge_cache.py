@@ -1,7 +1,5 @@
 """Every backend's MergeCache against the float64 oracle, the contract's invariants, and long runs of both operators."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

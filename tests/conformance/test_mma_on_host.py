@@ -3,8 +3,6 @@
 All other host tests of kernels on tensor cores rely on this.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import subprocess

@@ -3,8 +3,6 @@
 The tests cover all edges of its tiles, each measure, and equal keys.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

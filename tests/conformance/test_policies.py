@@ -3,8 +3,6 @@
 Each invented policy is a file of Python. All backends run them, and all random policies equal PyTorch's result.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Iterator

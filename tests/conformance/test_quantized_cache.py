@@ -3,8 +3,6 @@
 The oracle reads the values of the stored numbers, and its results are stored again.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace

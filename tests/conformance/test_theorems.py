@@ -4,8 +4,6 @@ The tests compute attention before and after a merge in float64, from its defini
 recent slots (`cases.SINKS`, `RECENT`). Both heads of a profile have random caches of their own.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@ They have several stages, bases pinned by arguments, a user other than root, and
 is not needed, so these tests do not show that an image can be built.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Functions that read the pages of the documentation: their headings, links and blocks of code."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of LoRA adapters at run time: each request has its own, with the tokens of merged weights."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

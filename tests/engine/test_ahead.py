@@ -1,7 +1,5 @@
 """A device that begins the next call before the host has read the tokens of the last one changes no answer."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from functools import partial

@@ -3,8 +3,6 @@
 Sessions go far beyond the trained length.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

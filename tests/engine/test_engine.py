@@ -1,7 +1,5 @@
 """Tests of the engine: batches, chunks, ends, seeds, idle lanes, reuse, and the bounds of a cache."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Tests of the calls that lanes make to a backend."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

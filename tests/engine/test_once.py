@@ -1,7 +1,5 @@
 """Tests of prompts that the full cache reads and that are compressed once, at their end (`cache.merge_prompts`)."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

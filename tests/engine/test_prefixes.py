@@ -1,7 +1,5 @@
 """Tests of prompt snapshots: a hit gives the tokens of a cold run, and a shared beginning is read once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

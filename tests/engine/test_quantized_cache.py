@@ -3,8 +3,6 @@
 Their state can be saved and restored. Backends without quantized caches refuse them by name.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Speculative decoding does not change answers, whatever is drafted, and a rejected token leaves no trace."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Tests of eval: its figures are right, a budget for everything equals the full cache, and saved results are reused."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -3,8 +3,6 @@
 If the harness is not installed, a fake provides the parts that the adapter uses.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tests of recall: questions to copies of one cache, and the layers on which recall depends."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 They check the prompts and the scores.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Intervals and metrics equal closed forms.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

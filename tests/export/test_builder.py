@@ -1,7 +1,5 @@
 """Tests of work that runs beside the trace of a build: weights are written meanwhile, and stop when the trace fails."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

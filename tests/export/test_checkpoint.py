@@ -1,7 +1,5 @@
 """Tests of checkpoints: which files are read, and the message for every kind of damage."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

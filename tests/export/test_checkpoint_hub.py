@@ -1,7 +1,5 @@
 """Tests of a checkpoint's source: a directory, or a hub, which runs on this machine for the tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

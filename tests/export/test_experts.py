@@ -1,7 +1,5 @@
 """Decoders with experts: an artifact's logits equal Hugging Face's, whatever the checkpoint's layout of the experts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 This holds under every method.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Tests of GGUF files: their blocks equal ggml's bit for bit, damage is reported, and a file becomes an artifact."""
 
-from __future__ import annotations
-
 import random
 import struct
 from pathlib import Path

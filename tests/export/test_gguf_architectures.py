@@ -1,7 +1,5 @@
 """GGUF files of each architecture give the tensors, sizes and settings of the model from which they were made."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

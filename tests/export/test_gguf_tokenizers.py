@@ -1,7 +1,5 @@
 """Tokenizers and end tokens of GGUF files: the ids are llama.cpp's and sentencepiece's, where these packages are."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Each is refused by a UsageError that names the file, or gives settings with which an engine answers and ends.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

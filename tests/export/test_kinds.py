@@ -1,7 +1,5 @@
 """Every kind of decoder passes `validate` with budgets that evict, and equals transformers' model before it evicts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Quantized checkpoints: packed weights keep every number, and have the values that their authors' code computes."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Sessions, forks and prefixes keep the states.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

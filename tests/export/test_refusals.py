@@ -1,7 +1,5 @@
 """A model that cannot be built is refused with its name and a reason, and leaves no file."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The copied decoder equals one that is traced whole. Layers that differ are all traced.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass

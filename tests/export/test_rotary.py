@@ -4,8 +4,6 @@ The frequencies rotate keys as the model's own code does. An embedding that freq
 name.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

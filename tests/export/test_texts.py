@@ -1,7 +1,5 @@
 """Tests of a checkpoint's small files: they are read before they are published, and foreign files are refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

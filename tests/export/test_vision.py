@@ -1,7 +1,5 @@
 """Models that read images: an artifact's logits with images are those of transformers, or the reason is in it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

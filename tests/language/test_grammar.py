@@ -1,7 +1,5 @@
 """Tests of answers that follow a grammar, and of hostile grammars that must not harm the process."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Tests of sampling against transformers' own logits processors."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

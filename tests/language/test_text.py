@@ -1,7 +1,5 @@
 """Tests of incremental text against whole decodes, for the kinds of tokenizers in checkpoints."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

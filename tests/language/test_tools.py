@@ -3,8 +3,6 @@
 An answer that must call a tool does. Calls are found wherever the text is cut.
 """
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

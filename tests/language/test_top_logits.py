@@ -3,8 +3,6 @@
 Engines whose logits stay on a device run over memory of the CPU that ONNX Runtime holds.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

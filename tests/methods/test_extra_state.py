@@ -4,8 +4,6 @@ They are planned, exported, bound in place, merged and compared with PyTorch lik
 leave such a method to its functions, and give the reason.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

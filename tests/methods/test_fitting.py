@@ -3,8 +3,6 @@
 tests/conformance compares their rules with the oracle.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -3,8 +3,6 @@
 test_tables.py checks its table.
 """
 
-from __future__ import annotations
-
 import re
 
 from kvexport.methods import all_methods

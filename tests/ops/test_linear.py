@@ -1,7 +1,5 @@
 """The kernel of Linear, its function and PyTorch agree, and a malformed Linear is refused."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 from typing import Any

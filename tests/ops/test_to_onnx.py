@@ -1,7 +1,5 @@
 """The steps of torch.export, torch.onnx and onnxscript that `to_onnx` skips would change nothing in its graphs."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Tests of the small checkpoint's training: a resumed run equals one without a stop, and its result is what ships."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -1,7 +1,5 @@
 """Clients that attack the server. benchmarks/correctness/attacks.py defines the attacks, and can repeat them."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import logging

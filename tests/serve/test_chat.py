@@ -1,7 +1,5 @@
 """Tests of /v1/models and /v1/chat/completions with OpenAI's own client."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 

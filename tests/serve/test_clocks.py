@@ -3,8 +3,6 @@
 Deadlines and durations use clocks that never jump. The wall clock gives dates for people and the ages of files.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import os

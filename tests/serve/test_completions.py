@@ -1,7 +1,5 @@
 """Tests of /v1/completions, /tokenize and /detokenize with OpenAI's own client."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

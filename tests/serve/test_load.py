@@ -1,7 +1,5 @@
 """Many clients at once, some of which misbehave: the others are not disturbed, and all resources are freed."""
 
-from __future__ import annotations
-
 import random
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Tests of several models on one server: each has a process of its own while it is used."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

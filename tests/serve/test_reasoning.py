@@ -3,8 +3,6 @@
 The model is random, so the tests set its output.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of conversations whose state is kept, and of prompts with a known beginning."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tests of periodic selection: the entries that steps read, and answers that depend only on the recipe."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

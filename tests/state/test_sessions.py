@@ -1,7 +1,5 @@
 """Tests of stored sessions: in memory, in a folder of one process, and in a folder that several processes share."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

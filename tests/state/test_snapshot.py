@@ -1,7 +1,5 @@
 """Tests of snapshots: a request continues from one as if it had not stopped, and damaged bytes are refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable

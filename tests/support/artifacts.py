@@ -1,7 +1,5 @@
 """Artifacts for tests of kvexport.artifact.publish, and processes that build artifacts and can be killed meanwhile."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

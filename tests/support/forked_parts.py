@@ -3,8 +3,6 @@
 On the host, importing PyTorch anew in each part would take most of the time.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """GGUF files as bytes, written by the format's specification, and a tiny Llama in one."""
 
-from __future__ import annotations
-
 import re
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A real HTTP server on a free port, in a thread of this process, with the tiny model behind it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """Small random models, artifacts of them, and Hugging Face's logits, for several test files."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 Their artifacts run only with the native operators, as the tests of these operators require.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any

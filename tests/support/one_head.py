@@ -1,7 +1,5 @@
 """The two operators on one sequence and one KV head, as plain arrays [slots, ...], for theorems about methods."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

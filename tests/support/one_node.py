@@ -1,7 +1,5 @@
 """ONNX models of one native operator, and tensors for them. A model is well-formed unless a test changes it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """File permissions that hold for root as well."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Iterator

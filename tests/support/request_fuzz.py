@@ -3,8 +3,6 @@
 They are valid bodies with values replaced, removed, repeated or of another type, and bytes that are not JSON.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

@@ -1,7 +1,5 @@
 """Random schedules of all events of requests. Each answer must equal the one without other requests."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence

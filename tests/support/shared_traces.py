@@ -1,7 +1,5 @@
 """A folder of the operators' traced ONNX functions, shared by the workers of pytest-xdist. One trace takes seconds."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import os

@@ -11,8 +11,6 @@ then its exit code.
 The process builds RECIPE before its first child, so that the children need not import PyTorch and trace a model anew.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

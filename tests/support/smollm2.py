@@ -4,8 +4,6 @@ Under CI the checkpoint is fetched (98 MB). Elsewhere the tests that need it are
 fetch it.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

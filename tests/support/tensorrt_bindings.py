@@ -7,8 +7,6 @@ TensorRT's libraries at import. Empty libraries of the same names stand in for t
 looked up.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

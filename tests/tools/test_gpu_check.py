@@ -3,8 +3,6 @@
 They test its own code: the figures mean nothing.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

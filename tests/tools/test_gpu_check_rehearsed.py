@@ -3,8 +3,6 @@
 So it does not run for the first time on a machine that is lent for minutes.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tests of the independent run: a tie may separate it from PyTorch's run, but not a wrong merge or a wrong state."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 These bugs test each part of the validation. `benchmarks/correctness/mutants.py` plants many more.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of rounding errors against float64: chance in a small sample fails no right engine, but larger errors do."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray

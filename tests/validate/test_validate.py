@@ -1,7 +1,5 @@
 """validate passes a sound artifact, and names the first layer, step and tensor that differ on an altered one."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Tests of `validate --layers N`: only the first layers of a model, as the artifact has them, on every backend."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

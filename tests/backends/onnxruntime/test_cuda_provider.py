@@ -7,8 +7,6 @@ engines and malformed nodes. The runtime's device path runs over memory that ONN
 `tools/gpu_check` runs it on a GPU.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

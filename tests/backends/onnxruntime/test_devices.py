@@ -3,8 +3,6 @@
 They cover the messages on a machine that lacks a part, and the settings that ONNX Runtime gets on a complete machine.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

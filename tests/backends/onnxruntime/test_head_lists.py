@@ -1,7 +1,5 @@
 """Nodes whose KV heads differ in capacity, budget and recent slots: malformed lists, and tensors that do not fit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

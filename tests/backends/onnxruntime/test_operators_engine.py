@@ -3,8 +3,6 @@
 inspect, doctor and validate tell which of the two runs where.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

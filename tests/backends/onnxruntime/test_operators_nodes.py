@@ -4,8 +4,6 @@ A malformed node is an error when the session is made, and the message tells wha
 an error of the run. A node bound in place gives the same bits as one with separate buffers.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

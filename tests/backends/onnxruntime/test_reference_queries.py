@@ -4,8 +4,6 @@ A malformed node is an error that tells what is wrong. A node bound in place giv
 buffers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ The other tests run kvexport on `fake_tensorrt` and `fake_cuda`, which refuse al
 fakes with the real bindings.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from enum import EnumMeta

@@ -1,7 +1,5 @@
 """Tests of running TensorRT engines, on fakes of TensorRT and CUDA that compute with ONNX Runtime on the host."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Without a part of TensorRT, or with another machine's plan, the error tells what is wrong and gives a fix."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess

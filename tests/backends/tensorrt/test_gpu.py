@@ -4,8 +4,6 @@ The tests need TensorRT's headers. All but the first two need a GPU and the kern
 skipped test names the missing part.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 No shape depends on a value.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 A result has the bits of a direct call of the kernels, which tests/conformance compares with the oracles.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from typing import Any

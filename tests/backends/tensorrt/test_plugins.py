@@ -4,8 +4,6 @@ The calls are in tensorrt_harness.py. The tests need TensorRT's headers. A skipp
 them.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

@@ -3,8 +3,6 @@
 These tests do not run TensorRT.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

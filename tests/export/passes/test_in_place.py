@@ -3,8 +3,6 @@
 The proof accepts all built graphs and refuses graphs that would be wrong. The bits of both variants confirm it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 The logits stay the same.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 They run on the CPU provider, which has the same operators.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of weights rounded at build: their error is near the least possible, and an artifact computes with them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

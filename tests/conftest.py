@@ -1,7 +1,4 @@
-"""Fixtures for all tests: a tiny random Llama and an artifact of it, fake GPUs, and processes to kill.
-
-The Llama's tokenizer has one token for each character. The Llama and its artifact are made once per session.
-"""
+"""Fixtures for all tests: a tiny random Llama and an artifact of it, fake GPUs, and processes to kill."""
 
 from __future__ import annotations
 
@@ -88,11 +85,7 @@ def traces(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a random Llama, built by `make_checkpoint`.
-
-    It has 2 layers, hidden size 32, 4 query heads over 2 KV heads, a vocabulary of 64 (one id for each character of
-    ALPHABET) and no end-of-sequence token.
-    """
+    """The folder of a random Llama, built by `make_checkpoint`."""
     return make_checkpoint(tmp_path_factory.mktemp("tiny") / "checkpoint")
 
 

@@ -67,10 +67,7 @@ def test_sessions_in_a_folder_that_cannot_be_written(engine: Engine, read_only: 
 def test_a_folder_of_sessions_that_becomes_read_only_is_an_error_of_each_turn(
     engine: Engine, tmp_path: Path, shared: bool
 ) -> None:
-    """If the folder of sessions becomes read-only, each turn gets an error.
-
-    The state before the turn stays, and the session continues when the folder can be written again.
-    """
+    """The state before the turn stays, and the session continues when the folder can be written again."""
     turn = {"prompt": "ab", "session_id": "s", "max_tokens": 3}
     with permissions_hold(), running(engine, session_folder=str(tmp_path), session_shared=shared) as server:
         assert server.ask(COMPLETE, turn)[0] == 200
@@ -186,10 +183,7 @@ def test_sessions_on_a_disk_that_fills(tiny_artifact: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("megabytes", [200, 400, 700])
 def test_too_little_address_space_is_a_named_error(tiny_recipe: Path, tmp_path: Path, megabytes: int) -> None:
-    """Too little address space is an error of a build.
-
-    PyTorch would end the process, so the build requests memory before.
-    """
+    """PyTorch would end the process, so the build requests memory before."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))

@@ -138,10 +138,7 @@ class OnnxFunction(OfHeads):
 
 
 class NativeCpu(OfHeads):
-    """The native operators in ONNX Runtime on the CPU, in models of one node without a function.
-
-    Without the function, only the native operators can run the node.
-    """
+    """The native operators in ONNX Runtime on the CPU, in models of one node without a function."""
 
     name = "native-cpu"
     device = "cpu"
@@ -362,10 +359,7 @@ def _state_types(cache_type: str) -> dict[str, np.dtype[Any]]:
 def node_session(
     op: str, meaning: Any, attributes: dict[str, Any], inputs: list[str], outputs: list[str], infos: dict[str, Any]
 ) -> Any:
-    """Return a session of a model of one node.
-
-    The node's meaning is a list of its function and those of the function's nodes, or the native library at a path.
-    """
+    """Return a session of a model of one node."""
     import onnx
     import onnxruntime
     from onnx import helper

@@ -1,7 +1,4 @@
-"""Kernels whose PTX lacks a barrier, a fence or a wait, and calls that run them.
-
-The runner of plugins/tests/ptx must report each of these faults.
-"""
+"""Kernels whose PTX lacks a barrier, a fence or a wait, and calls that run them."""
 
 import re
 from collections.abc import Callable

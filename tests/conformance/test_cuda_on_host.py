@@ -298,10 +298,7 @@ def merge_case(
     dtype: str = "float32",
     sizes: tuple[int, int] = (32, 32),
 ) -> tuple[Arrays, Any]:
-    """Return caches of hundreds of slots, a tenth of which has to be evicted.
-
-    `sizes` are the sizes of a key and of a value.
-    """
+    """Return caches of hundreds of slots, a tenth of which has to be evicted."""
     rng = np.random.default_rng(3)
     name, _, by_place = method.partition(" by ")
     method_object = all_methods()[name](**parameters)
@@ -506,10 +503,7 @@ def test_calls_beyond_shared_memory_are_refused_before_a_launch(
 
 
 def test_nothing_is_read_or_written_outside_of_any_buffer() -> None:
-    """A sample of these tests and of `test_garbage.py` passes under the address and undefined-behaviour sanitizers.
-
-    Shared memory ends at the size of the launch.
-    """
+    """A sample of these tests and of `test_garbage.py` passes under the sanitizers, which end shared memory with the launch."""
     try:
         library = make.build("cuda-sanitized")
     except make.Missing as error:

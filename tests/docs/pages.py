@@ -14,10 +14,7 @@ RUN_MARK = "<!-- test: run -->"
 
 
 class Block(NamedTuple):
-    """A fenced block of code, and the numbers of its first and last line, which are fences.
-
-    `run` is whether the page marks the block as one that a test runs.
-    """
+    """A fenced block of code, and the numbers of its first and last line, which are fences."""
 
     line: int
     end: int

@@ -1,7 +1,4 @@
-"""Positions in the cache, compared with a decoder that keeps unrotated keys and rotates all of them in every call.
-
-Sessions go far beyond the trained length.
-"""
+"""Positions in the cache, compared with a decoder that keeps unrotated keys and rotates all of them in every call."""
 
 from pathlib import Path
 from typing import Any
@@ -139,10 +136,7 @@ def test_lanes_of_a_batch_equal_solo_runs(streaming: Path) -> None:
 
 
 def shifted(engine: Engine, ids: np.ndarray, by: int) -> list[np.ndarray]:
-    """Return the logits of the second half of `ids`, after the session was made `by` tokens older.
-
-    All positions but those of sinks are increased.
-    """
+    """Return the logits of the second half of `ids`, after the session was made `by` tokens older."""
     lanes, half = engine.lanes(1), len(ids) // 2
     lanes.prefill([ids[:half]])
     state: Any = lanes.state
@@ -157,10 +151,7 @@ def shifted(engine: Engine, ids: np.ndarray, by: int) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("by", [10**9, MOST - 300])
 def test_logits_are_equal_a_thousand_million_tokens_later(merging: Path, by: int) -> None:
-    """A thousand million tokens later the logits are the same.
-
-    Only the ages of statistics count from the beginning, and they are differences.
-    """
+    """Only the ages of statistics count from the beginning, and they are differences."""
     engine = load(merging)
     (ids,) = random_ids(4, 192, vocabulary=64)
     for late, early in zip(shifted(engine, ids, by), shifted(engine, ids, 0), strict=True):
@@ -168,10 +159,7 @@ def test_logits_are_equal_a_thousand_million_tokens_later(merging: Path, by: int
 
 
 def test_answers_of_random_schedules_equal_solo_answers(merging: Path, tmp_path: Path) -> None:
-    """Requests with forks, snapshots, sessions and preemption are answered as alone.
-
-    A place depends only on the state of its lane.
-    """
+    """A place depends only on the state of its lane."""
     *engines, other = (load(merging) for _ in range(3))
     for seed in range(4):
         Schedule(engines, Alone(other), tmp_path / str(seed), 500 + seed).run(15)

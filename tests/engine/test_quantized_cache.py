@@ -1,7 +1,4 @@
-"""Engines over quantized caches equal PyTorch at every step, with half the bytes.
-
-Their state can be saved and restored. Backends without quantized caches refuse them by name.
-"""
+"""Engines over quantized caches equal PyTorch at every step, with half the bytes."""
 
 import json
 from pathlib import Path

@@ -160,10 +160,7 @@ def test_a_rollback_restores_the_state_bit_by_bit(engine: Engine) -> None:
 
 
 def test_rows_of_one_call_are_those_of_single_calls_but_for_rounding(engine: Engine) -> None:
-    """Rows of one call equal those of single calls within rounding.
-
-    So greedy answers differ only where two logits are nearly equal.
-    """
+    """Greedy answers differ only where two logits are nearly equal."""
     (ids,) = random_ids(8, 300, vocabulary=64)
     single, several = engine.lanes(1), engine.lanes(1)
     for each in (single, several):

@@ -52,10 +52,7 @@ def reported() -> list[str]:
 
 @pytest.fixture(scope="module")
 def evaluation(work: Path, reported: list[str]) -> Evaluation:
-    """The evaluation of the tiny trained model with streaming.
-
-    The budgets are a sixth of the prompt, and more slots than it has tokens.
-    """
+    """The evaluation of the tiny trained model with streaming."""
     return evaluate("tiny-base", SETTINGS, OPTIONS, work, tell=reported.append)
 
 

@@ -1,7 +1,4 @@
-"""The lm-evaluation-harness adapter scores as Hugging Face does if the cache holds everything.
-
-If the harness is not installed, a fake provides the parts that the adapter uses.
-"""
+"""The lm-evaluation-harness adapter scores as Hugging Face does if the cache holds everything."""
 
 import importlib.util
 import inspect

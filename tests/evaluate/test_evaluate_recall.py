@@ -66,10 +66,7 @@ def test_a_large_budget_equals_the_full_cache_and_a_small_one_does_not(full: Eng
 def test_a_known_question_is_answered_as_after_one_chunk_of_passage_and_question(
     method: str, full: Engine, tmp_path: Path
 ) -> None:
-    """A known question is answered as after one chunk with passage and question.
-
-    Scores with a window count a call's last queries, so they equal those of one call.
-    """
+    """Scores with a window count a call's last queries, so they equal those of one call."""
     passage = text(full)
     engine = engine_of(
         tmp_path / "one", "tiny-base", f"cache.method={method}", "cache.budget=40", "export.prefill_chunk=240"

@@ -1,7 +1,4 @@
-"""Tests of the tasks: the answer can be read in the prompt, and cannot be guessed.
-
-Intervals and metrics equal closed forms.
-"""
+"""Tests of the tasks: the answer can be read in the prompt, and cannot be guessed."""
 
 import json
 import math

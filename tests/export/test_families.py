@@ -1,7 +1,4 @@
-"""Families of decoders: with a budget for the whole sequence, an artifact's logits equal Hugging Face's.
-
-This holds under every method.
-"""
+"""Families of decoders: with a budget for the whole sequence, an artifact's logits equal Hugging Face's."""
 
 import itertools
 from collections.abc import Callable

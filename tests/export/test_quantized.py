@@ -172,10 +172,7 @@ def test_an_artifact_of_ordered_columns_computes_with_the_dequantized_weights(
 
 
 def test_weights_are_written_as_they_are(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    """GPTQ weights without an order have the bytes of the checkpoint's words, outputs first.
-
-    Equal orders are stored once.
-    """
+    """Equal orders are stored once."""
     quantized(tiny_checkpoint, tmp_path / "q", GPTQ, gptq)
     checkpoint = read_checkpoint(tmp_path / "q")
     source = checkpoint.computed[f"{DOWN}.weight"]
@@ -194,10 +191,7 @@ def test_weights_are_written_as_they_are(tmp_path: Path, tiny_checkpoint: Path) 
 def test_embeddings_are_packed_where_single_rows_can_be_picked(
     tmp_path: Path, tiny_checkpoint: Path, group: int, act_order: bool, kept: bool
 ) -> None:
-    """Embeddings stay packed if the bytes of single rows can be picked.
-
-    A row of 32 inputs in groups of 32 has one zero point, half a byte: this embedding becomes floats.
-    """
+    """A row of 32 inputs in groups of 32 has one zero point, half a byte: this embedding becomes floats."""
     make, folder = partial(gptq, group=group, act_order=act_order), tmp_path / "q"
     quantized(tiny_checkpoint, folder, {**GPTQ, "group_size": group}, make)
     tensors = load_file(folder / "model.safetensors")

@@ -1,7 +1,4 @@
-"""Equal layers are traced once and copied.
-
-The copied decoder equals one that is traced whole. Layers that differ are all traced.
-"""
+"""Equal layers are traced once and copied."""
 
 import hashlib
 from collections.abc import Callable

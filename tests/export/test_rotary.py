@@ -1,8 +1,4 @@
-"""Tests of reading a model's rotary embedding.
-
-The frequencies rotate keys as the model's own code does. An embedding that frequencies cannot express is refused by
-name.
-"""
+"""Tests of reading a model's rotary embedding."""
 
 from pathlib import Path
 from typing import Any

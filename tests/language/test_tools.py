@@ -1,7 +1,4 @@
-"""Tests of tools: the tools of a request, the form of calls by the chat template, and calls in a text.
-
-An answer that must call a tool does. Calls are found wherever the text is cut.
-"""
+"""Tests of tools: the tools of a request, the form of calls by the chat template, and calls in a text."""
 
 import json
 from itertools import pairwise

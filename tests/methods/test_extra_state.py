@@ -1,8 +1,4 @@
-"""A method may have state tensors of its own.
-
-They are planned, exported, bound in place, merged and compared with PyTorch like the contract's five. Native kernels
-leave such a method to its functions, and give the reason.
-"""
+"""A method may have state tensors of its own."""
 
 import sys
 from collections.abc import Iterator
@@ -87,10 +83,7 @@ def artifact(pointed: str, tiny_checkpoint: Path, tmp_path_factory: pytest.TempP
 
 
 def test_an_artifact_has_the_extra_state_and_every_step_equals_pytorch(artifact: Path) -> None:
-    """Every step of a method with its own tensors equals PyTorch, in place and with separate buffers, bit for bit.
-
-    Three sequences of different lengths go far beyond the budget.
-    """
+    """Three sequences of different lengths go far beyond the budget."""
     engine = load(artifact)
     layer = engine.manifest.cache.caches[0]
     assert [tensor.name for tensor in layer.state] == [*STATE_NAMES, "latest_query", "calls"]

@@ -1,7 +1,4 @@
-"""docs/reference/methods.md has a rule for every method and a name for every parameter.
-
-test_tables.py checks its table.
-"""
+"""docs/reference/methods.md has a rule for every method and a name for every parameter."""
 
 import re
 

@@ -312,10 +312,7 @@ def test_an_output_that_is_left_out_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_weights_give_the_same_bits_at_any_address(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Constant weights give the same bits wherever they are stored.
-
-    They are copied into huge pages if there are any. A weight that is an input is read in its place.
-    """
+    """Constants are copied into huge pages if there are any. A weight that is an input is read in its place."""
     needs_library()
     form = Form(norm=1, epsilon=1e-5, gate=1, bias=(1,))
     rng = np.random.default_rng(0)

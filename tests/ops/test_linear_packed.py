@@ -1,7 +1,4 @@
-"""Linear with packed weights: kernel and function compute with the values of the integers.
-
-A malformed node is refused.
-"""
+"""Linear with packed weights: kernel and function compute with the values of the integers."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,4 @@
-"""Tests of reasoning in each API, where it is separate from the answer.
-
-The model is random, so the tests set its output.
-"""
+"""Tests of reasoning in each API, where it is separate from the answer."""
 
 import json
 from collections.abc import Iterator

@@ -1,7 +1,4 @@
-"""Tests of tool calls in the requests and answers of each API.
-
-The model is random, so the tests set its text.
-"""
+"""Tests of tool calls in the requests and answers of each API."""
 
 import json
 from collections.abc import Iterator

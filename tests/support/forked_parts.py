@@ -1,7 +1,4 @@
-"""`python -m tools.gpu_check` whose parts are forks of this process.
-
-On the host, importing PyTorch anew in each part would take most of the time.
-"""
+"""`python -m tools.gpu_check` whose parts are forks of this process."""
 
 import os
 import sys

@@ -34,12 +34,7 @@ def entry(value: Any) -> tuple[int, bytes]:
 
 
 def gguf(entries: dict[str, tuple[int, bytes]], tensors: Tensors) -> bytes:
-    """Return a GGUF file of version 3.
-
-    Args:
-        entries: The metadata as (type, bytes), by key.
-        tensors: The tensors as (dims with the fastest first, type, bytes), by name.
-    """
+    """Return a GGUF file of version 3."""
     head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(entries))
     head += b"".join(text(key) + struct.pack("<I", kind) + value for key, (kind, value) in entries.items())
     data = b""
@@ -135,10 +130,7 @@ def decoder(
 
 
 def tiny_gguf(checkpoint: Path, file: Path, **more: Any) -> dict[str, NDArray[np.float32]]:
-    """Write a tiny checkpoint as a GGUF file, and return the values that its weights represent.
-
-    The Llama of `conftest.py` is one possible checkpoint.
-    """
+    """Write a tiny checkpoint as a GGUF file, and return the values that its weights represent."""
     import json
 
     from safetensors.numpy import load_file

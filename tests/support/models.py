@@ -41,10 +41,7 @@ def llama(**changes: Any) -> LlamaConfig:
 def save_checkpoint(
     folder: Path, config: Any, *, dtype: torch.dtype = torch.float32, shard: str = "1GB", scale: float = 0.15
 ) -> Path:
-    """Save a model with random weights, biases and norms.
-
-    `scale` is the standard deviation of the weights: at 0.15 attention is neither flat nor a single peak.
-    """
+    """Save a model with random weights, biases and norms."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

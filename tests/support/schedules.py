@@ -73,10 +73,7 @@ class Talk:
 
 
 class Schedule:
-    """A random schedule over several engines, between which sequences move. Some prompts have the same beginning.
-
-    `folder` holds the sessions.
-    """
+    """A random schedule over several engines, between which sequences move. Some prompts have the same beginning."""
 
     def __init__(self, engines: Sequence[Engine], alone: Alone, folder: Path, seed: int) -> None:
         self.rng, self.alone, self.engines = np.random.default_rng(seed), alone, engines

@@ -1,7 +1,4 @@
-"""A wrong kernel must not pass validation.
-
-These bugs test each part of the validation. `benchmarks/correctness/mutants.py` plants many more.
-"""
+"""A wrong kernel must not pass validation."""
 
 import shutil
 from collections.abc import Iterator

@@ -22,10 +22,7 @@ from tests.support.models import build_shared
 
 @pytest.fixture(scope="module")
 def artifact(tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An artifact of two layers whose heads all have different budgets.
-
-    A recipe would give one layer alone other budgets.
-    """
+    """An artifact of two layers whose heads all have different budgets."""
     shares = ["cache.allocation.kind=listed", "cache.allocation.shares=[[1.6, 1.2], [0.5, 0.7]]"]
     recipe = load_recipe(str(tiny_recipe), shares).recipe
     return build_shared(recipe, tmp_path_factory.mktemp("layers") / "artifact")

@@ -347,10 +347,7 @@ def test_where_no_graph_can_be_captured_a_session_is_opened_without(
 
 
 def test_an_interrupted_capture_is_repeated(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A capture that was interrupted starts again at the next call.
-
-    Otherwise ONNX Runtime would capture a call that appends a token, and run it several times.
-    """
+    """A capture that went on at a later call would append a token several times."""
     engine = on_device(tiny_artifact, graphs=True)
     state, ids, one = engine.new_state(1), np.array([[7]]), np.array([[1]])
 

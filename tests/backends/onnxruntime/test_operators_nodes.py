@@ -1,8 +1,4 @@
-"""Nodes of the native operators.
-
-A malformed node is an error when the session is made, and the message tells what is wrong. Tensors that do not fit are
-an error of the run. A node bound in place gives the same bits as one with separate buffers.
-"""
+"""Nodes of the native operators."""
 
 import subprocess
 import sys

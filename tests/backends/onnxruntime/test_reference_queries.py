@@ -1,8 +1,4 @@
-"""Nodes that keep reference queries, or that fit slots to them.
-
-A malformed node is an error that tells what is wrong. A node bound in place gives the same bits as one with separate
-buffers.
-"""
+"""Nodes that keep reference queries, or that fit slots to them."""
 
 from typing import Any
 

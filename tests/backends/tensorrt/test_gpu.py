@@ -121,10 +121,7 @@ def decode_inputs(batch: int, slots: int, free: int) -> dict[str, np.ndarray]:
 
 
 def both(plugin: Caller, direct: DirectCaller, inputs: dict[str, np.ndarray]) -> Any:
-    """Return the same call through the plugin and of the kernel itself, each with its own state.
-
-    Each result is a function that enqueues the call, and the call's output.
-    """
+    """Return the same call through the plugin and of the kernel itself, each with its own state."""
     attributes = VoteAttentionAttributes(SIZE**-0.5, 1.0, (Statistic("log_ema", 0.9),))
     memory = direct.memory
     held = {name: memory.put(x) for name, x in inputs.items()}

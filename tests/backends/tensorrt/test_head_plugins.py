@@ -1,7 +1,4 @@
-"""The plugins over KV heads of several capacities and budgets, without TensorRT and without a GPU.
-
-A result has the bits of a direct call of the kernels, which tests/conformance compares with the oracles.
-"""
+"""The plugins over KV heads of several capacities and budgets, without TensorRT and without a GPU."""
 
 import ctypes
 from collections.abc import Sequence
@@ -137,10 +134,7 @@ def test_the_budget_of_every_head_survives_a_copy_an_engine_and_a_context(harnes
 def tensors_of(
     op: str, slots: int, statistics: int, heads: int, most: tuple[int, int] = (4, 3), *, values: int = 24
 ) -> list[Tensor]:
-    """Return inputs over KV heads of two query heads, with keys of 16, in float16.
-
-    `most` has the largest batch and number of tokens.
-    """
+    """Return inputs over KV heads of two query heads, with keys of 16, in float16."""
 
     def tensor(kind: int, *shape: int) -> Tensor:
         return Tensor.of(kind, shape, [most[0] if x == B else most[1] if x == T else x for x in shape])

@@ -60,10 +60,7 @@ B, T = -2, -3  # symbols of the batch and of the number of tokens
 def attention_tensors(
     cache: int = HALF, batch: int = B, tokens: int = T, *, most: tuple[int, int] = (4, 3), sinks: bool = True
 ) -> list[Tensor]:
-    """Return inputs of attention: 4 query heads over 2 KV heads of 96 slots, keys of 16 and values of 24.
-
-    `most` has the largest batch and number of tokens.
-    """
+    """Return inputs of attention: 4 query heads over 2 KV heads of 96 slots, keys of 16 and values of 24."""
 
     def tensor(kind: int, *shape: int) -> Tensor:
         return Tensor.of(kind, shape, [most[0] if size == B else most[1] if size == T else size for size in shape])
@@ -368,10 +365,7 @@ def test_bfloat16(harness: Harness, scenario: Any) -> None:
 
 
 def test_one_instance_runs_again_and_again_in_rubbish(harness: Harness) -> None:
-    """One plugin instance runs repeatedly on a workspace that other layers use in between.
-
-    The kernels' counters belong to the instance. They are zero at first and after every call.
-    """
+    """The kernels' counters belong to the instance. They are zero at first and after every call."""
     attributes = VoteAttentionAttributes(0.25, 1.0, (Statistic("log_ema", 0.9), Statistic("probability")))
     rng, memory = np.random.default_rng(3), HostMemory()
     shapes = {tensor: t.shape for tensor, t in zip(INPUTS, attention_tensors(FLOAT, 1, 1, sinks=False), strict=False)}

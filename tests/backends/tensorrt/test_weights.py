@@ -1,7 +1,4 @@
-"""Packed weights in the graphs that TensorRT's parser reads: blocks of int4, whose scales are above 0.
-
-These tests do not run TensorRT.
-"""
+"""Packed weights in the graphs that TensorRT's parser reads: blocks of int4, whose scales are above 0."""
 
 import shutil
 from pathlib import Path

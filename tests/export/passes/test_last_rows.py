@@ -1,7 +1,4 @@
-"""The pass that picks the last token's row as early as shapes prove that no other node reads the other rows.
-
-The logits stay the same.
-"""
+"""The pass that picks the last token's row as early as shapes prove that no other node reads the other rows."""
 
 from functools import cache
 from pathlib import Path
@@ -227,10 +224,7 @@ GEMMA = {
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A function that returns a model's artifact and Hugging Face's logits of all SEQUENCES, made once per model.
-
-    The artifact gives the last token's logits, and its cache keeps all tokens.
-    """
+    """A function that returns a model's artifact and Hugging Face's logits of all SEQUENCES, made once per model."""
     folder = tmp_path_factory.mktemp("rows")
 
     @cache

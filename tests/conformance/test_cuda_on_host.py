@@ -503,7 +503,7 @@ def test_calls_beyond_shared_memory_are_refused_before_a_launch(
 
 
 def test_nothing_is_read_or_written_outside_of_any_buffer() -> None:
-    """The sanitizers pass a sample of these tests and of `test_garbage.py`; shared memory ends with the launch's size."""
+    """The sanitizers pass a sample of these and of `test_garbage.py`. Shared memory ends with the launch's size."""
     try:
         library = make.build("cuda-sanitized")
     except make.Missing as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -74,12 +75,14 @@ def pytest_collection_finish() -> None:
 def traces(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder of traced functions, shared by parallel workers and by processes that tests start."""
     own = tmp_path_factory.getbasetemp()
-    if not hasattr(pytestconfig, "workerinput"):
+    if hasattr(pytestconfig, "workerinput"):
+        own = own.parent
+    elif "torch" not in sys.modules:  # no collected test traces, and importing takes seconds
         yield own / "traces"
         return
     from tests.support.shared_traces import shared_traces
 
-    with shared_traces(own.parent / "traces") as folder:
+    with shared_traces(own / "traces") as folder:
         yield folder
 
 

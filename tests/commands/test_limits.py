@@ -17,13 +17,13 @@ from kvexport.engine.load import load
 from kvexport.errors import EnvironmentProblem, UsageError, lacks_memory
 from kvexport.export import build as building
 from kvexport.export import stages, texts
+from kvexport.export.build import build
 from kvexport.recipe.load import load_recipe
 from kvexport.state.periodic import mapped
 from kvexport.state.sessions import SUFFIX, SessionStore
 from tests.support.artifacts import NAMESPACE, PYTHON_PATH
 from tests.support.command_line import ENVIRONMENT, ROOT
 from tests.support.http_server import running
-from tests.support.models import build_shared
 from tests.support.permissions import permissions_hold
 
 COMPLETE = "/v1/completions"
@@ -52,7 +52,7 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_build_into_a_folder_that_cannot_be_written(tiny_recipe: Path, read_only: Path) -> None:
     with pytest.raises(UsageError, match=f"{read_only} cannot be written: Permission denied") as caught:
-        build_shared(load_recipe(str(tiny_recipe)).recipe, read_only / "artifact")
+        build(load_recipe(str(tiny_recipe)).recipe, read_only / "artifact")
     assert "--out" in caught.value.fix
     assert list(read_only.iterdir()) == []
 
@@ -102,7 +102,7 @@ def test_a_build_whose_disk_is_full_leaves_the_artifact_before_it(
     out = tmp_path / "out" / "artifact"
     out.parent.mkdir()
     recipe = load_recipe(str(tiny_recipe)).recipe
-    build_shared(recipe, out)
+    build(recipe, out)
     before = load_manifest(out)
     module, name = PHASES[phase]
 
@@ -113,7 +113,7 @@ def test_a_build_whose_disk_is_full_leaves_the_artifact_before_it(
 
     monkeypatch.setattr(module, name, full)
     with pytest.raises(EnvironmentProblem, match=r"^disk full while writing half: \d+ bytes free"):
-        build_shared(recipe, out)
+        build(recipe, out)
     assert load_manifest(out) == before
     assert [path.name for path in out.parent.iterdir()] == ["artifact"]
 

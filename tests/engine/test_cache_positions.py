@@ -13,11 +13,12 @@ from kvexport.artifact.reading import load_manifest
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.engine.request import Request
+from kvexport.export.build import build
 from kvexport.recipe.fields import MOST, Recipe
 from kvexport.state.snapshot import Snapshot
 from kvexport.validate.runner import validate_artifact
 from tests.support.http_server import running
-from tests.support.models import build_shared, make_recipe, random_ids
+from tests.support.models import make_recipe, random_ids
 from tests.support.schedules import Alone, Schedule
 
 BUDGET, CHUNK, SINKS, RECENT, EVERY = 32, 16, 2, 12, 4
@@ -36,12 +37,12 @@ def recipe_of(checkpoint: Path, method: str) -> Recipe:
 
 @pytest.fixture(scope="module")
 def streaming(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_shared(recipe_of(tiny_checkpoint, "streaming"), tmp_path_factory.mktemp("streaming") / "artifact")
+    return build(recipe_of(tiny_checkpoint, "streaming"), tmp_path_factory.mktemp("streaming") / "artifact")
 
 
 @pytest.fixture(scope="module")
 def merging(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_shared(recipe_of(tiny_checkpoint, "keepkv"), tmp_path_factory.mktemp("keepkv") / "artifact")
+    return build(recipe_of(tiny_checkpoint, "keepkv"), tmp_path_factory.mktemp("keepkv") / "artifact")
 
 
 class Rerotating:

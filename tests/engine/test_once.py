@@ -15,7 +15,7 @@ from kvexport.engine.request import Request
 from kvexport.errors import SnapshotError, UsageError
 from kvexport.evaluate.measure import counted_logits
 from kvexport.evaluate.tasks import Sample
-from kvexport.export.build import plan_memory
+from kvexport.export.build import build, plan_memory
 from kvexport.recipe.fields import Recipe
 from kvexport.state.periodic import by_heads
 from kvexport.state.snapshot import Snapshot
@@ -46,7 +46,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path) -> Engine:
-    return load(models.build_shared(recipe_of(checkpoint, merge_prompts="end"), checkpoint.parent / "once"))
+    return load(build(recipe_of(checkpoint, merge_prompts="end"), checkpoint.parent / "once"))
 
 
 def used(engine: Engine, state: Any) -> list[list[int]]:

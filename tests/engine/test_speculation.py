@@ -18,7 +18,8 @@ from kvexport.engine.load import load
 from kvexport.engine.request import Request
 from kvexport.engine.speculation import LONGEST, SHORTEST, follow
 from kvexport.errors import UsageError
-from tests.support.models import SIZES, build_shared, make_recipe, random_ids, save_checkpoint
+from kvexport.export.build import build
+from tests.support.models import SIZES, make_recipe, random_ids, save_checkpoint
 from tests.support.on_device import onto_device
 from tests.support.schedules import Alone, Schedule
 from tests.support.speculation import SETTINGS, generated, prompts, recipe_of
@@ -29,7 +30,7 @@ ROUNDING = 1e-4  # tolerance of logits: a call with more rows adds them in anoth
 
 @pytest.fixture(scope="module")
 def artifact(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_shared(recipe_of(tiny_checkpoint), tmp_path_factory.mktemp("speculating") / "artifact")
+    return build(recipe_of(tiny_checkpoint), tmp_path_factory.mktemp("speculating") / "artifact")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """An engine whose layers see 24 tokens, and whose cache drops earlier ones in merges."""
     folder = tmp_path_factory.mktemp("windowed")
     save_checkpoint(folder / "checkpoint", MistralConfig(**SIZES, sliding_window=24))
-    return load(build_shared(recipe_of(folder / "checkpoint", merge_every=4), folder / "artifact"))
+    return load(build(recipe_of(folder / "checkpoint", merge_every=4), folder / "artifact"))
 
 
 class Guessing:
@@ -254,7 +255,7 @@ def test_a_cache_that_merges_is_refused(
     tiny_checkpoint: Path, tmp_path: Path, cache: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(UsageError, match=problem) as caught:
-        build_shared(recipe_of(tiny_checkpoint, **cache), tmp_path / "artifact")
+        build(recipe_of(tiny_checkpoint, **cache), tmp_path / "artifact")
     assert "cache.method=full" in caught.value.fix
     assert not (tmp_path / "artifact").exists()
 

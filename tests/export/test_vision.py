@@ -110,9 +110,7 @@ def test_a_model_whose_images_are_not_built_says_why(
     save: Callable[[Path], Path], export: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     checkpoint = save(tmp_path / "checkpoint")
-    artifact = models.build_shared(
-        models.make_recipe(checkpoint, export=export, limits={"max_length": 64}), tmp_path / "artifact"
-    )
+    artifact = build(models.make_recipe(checkpoint, export=export, limits={"max_length": 64}), tmp_path / "artifact")
     engine = load(artifact)
     assert reason in engine.manifest.no_images and not (artifact / "vision.onnx").exists()
     with pytest.raises(UsageError, match=r"reads no images"):

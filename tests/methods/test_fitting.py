@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvexport.engine.load import load
 from kvexport.engine.request import Request
+from kvexport.export.build import build
 from kvexport.methods.attention_matching import AttentionMatching
 from kvexport.methods.base import Method
 from kvexport.methods.fitting import Fitting
@@ -25,7 +26,7 @@ from tests.conformance.backends import Backend, NativeCpu, Torch
 from tests.conformance.cases import MergeProfile, MergeScenario, merge_cache_state, single_precision, stored_precision
 from tests.conformance.comparison import assert_same_cache, state_of
 from tests.conformance.layout import of_heads
-from tests.support.models import build_shared, make_recipe
+from tests.support.models import make_recipe
 from tests.support.tiny_model import RECIPE
 
 ROWS = 5
@@ -218,7 +219,7 @@ def test_an_artifact_keeps_the_ring_and_continues_from_a_snapshot(
     """A request that was saved as bytes in the middle of its answer gets the same tokens."""
     cache = {"method": "attention_matching", "parameters": {"queries": 8}, "budget": 24, "merge_every": 4}
     recipe = make_recipe(tiny_checkpoint, cache=cache, export={"prefill_chunk": 16}, limits=RECIPE["limits"])
-    artifact = build_shared(recipe, tmp_path_factory.mktemp("fitting") / "artifact")
+    artifact = build(recipe, tmp_path_factory.mktemp("fitting") / "artifact")
     engine = load(artifact)
     layer = engine.manifest.cache.caches[0]
     assert [tensor.name for tensor in layer.state] == [*STATE_NAMES, "query", "query_seen"]

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, Qwen2Config
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime.operators import VARIABLE, library
 from kvexport.engine.load import load
+from kvexport.export.build import build
 from kvexport.ops.linear import Form, linear_function
 from tests.support import models
 
@@ -350,7 +351,7 @@ def test_an_engine_generates_equal_tokens_with_and_without_the_kernel(
     needs_library()
     checkpoint = models.save_checkpoint(tmp_path / "checkpoint", config(**models.SIZES))
     recipe = models.make_recipe(checkpoint, dtype=dtype, limits={"max_length": 512})
-    path = models.build_shared(recipe, tmp_path / "artifact")
+    path = build(recipe, tmp_path / "artifact")
     decoder = onnx.load(path / load_manifest(path, verify=False).graphs.decoder, load_external_data=False)
     types = [node.op_type for node in decoder.graph.node]
     layers = types.count("VoteAttention")

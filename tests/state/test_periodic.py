@@ -22,9 +22,10 @@ from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
 from kvexport.engine.request import Request
 from kvexport.errors import EnvironmentProblem, SnapshotError, UsageError
+from kvexport.export.build import build
 from kvexport.state.periodic import READ, PeriodicState, by_heads
 from kvexport.state.snapshot import Snapshot
-from tests.support.models import build_shared, random_ids
+from tests.support.models import random_ids
 from tests.support.periodic import EVERY, RECENT, SINKS, SLOTS, recipe_of
 from tests.support.schedules import Alone, Schedule
 
@@ -37,7 +38,7 @@ def opened(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> A
     def opened(*, method: str = "h2o", **settings: Any) -> Engine:
         if method not in built:
             folder = tmp_path_factory.mktemp("periodic")
-            built[method] = build_shared(recipe_of(tiny_checkpoint, method=method), folder / "artifact")
+            built[method] = build(recipe_of(tiny_checkpoint, method=method), folder / "artifact")
         path = built[method]
         manifest = replace(load_manifest(path), recipe=recipe_of(tiny_checkpoint, method=method, **settings))
         return Engine(path, manifest, backends.get("onnxruntime").load(path, manifest, LoadOptions(threads=1)))

@@ -13,11 +13,11 @@ from kvexport.artifact.reading import load_manifest
 from kvexport.commands import validate as command
 from kvexport.commands.app import app
 from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.export.build import build
 from kvexport.recipe.load import load_recipe
 from kvexport.terminal import silent
 from kvexport.validate.layers import first_layers, shorten_config
 from kvexport.validate.runner import validate_artifact
-from tests.support.models import build_shared
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def artifact(tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """An artifact of two layers whose heads all have different budgets."""
     shares = ["cache.allocation.kind=listed", "cache.allocation.shares=[[1.6, 1.2], [0.5, 0.7]]"]
     recipe = load_recipe(str(tiny_recipe), shares).recipe
-    return build_shared(recipe, tmp_path_factory.mktemp("layers") / "artifact")
+    return build(recipe, tmp_path_factory.mktemp("layers") / "artifact")
 
 
 @pytest.fixture(scope="module")

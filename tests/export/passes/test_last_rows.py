@@ -14,6 +14,7 @@ from transformers import Gemma2Config, LlamaConfig, Qwen2Config
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime.operators import VARIABLE
 from kvexport.engine.load import load
+from kvexport.export.build import build
 from kvexport.export.passes.last_rows import LAST_ROWS
 from kvexport.export.passes.order import remove_unused
 from kvexport.export.passes.report import run_passes
@@ -236,9 +237,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Any:
         recipe = models.make_recipe(
             checkpoint, cache={"method": "full"}, export={"prefill_chunk": CHUNK}, limits=limits
         )
-        return models.build_shared(recipe, folder / f"{name}-artifact"), models.hugging_face_logits(
-            checkpoint, SEQUENCES
-        )
+        return build(recipe, folder / f"{name}-artifact"), models.hugging_face_logits(checkpoint, SEQUENCES)
 
     return get
 

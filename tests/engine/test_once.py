@@ -79,7 +79,6 @@ def test_questions_follow_a_context_that_was_compressed_once(engine: Engine) -> 
     settings = engine.settings(max_new_tokens=4, do_sample=False, ignore_eos=True)
     first = Request(context, settings, keep=True)
     finish(engine, first, Request(models.random_ids(5, 20)[0].tolist(), settings))
-    assert first.snapshot is not None
     at = BUDGET + first.snapshot.length - PROMPT
     assert used(engine, first.snapshot.state) == [[at] * 2] * len(engine.plan.caches), "no answer's token merged yet"
     requests = [Request(ids, settings, start=first.snapshot, keep=True) for ids in (question, other)]

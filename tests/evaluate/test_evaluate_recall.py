@@ -30,7 +30,6 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 def text(engine: Engine) -> Passage:
-    assert engine.tokenizer is not None
     encode = partial(engine.tokenizer.encode, add_special_tokens=False)
     filler = ["then many came ."] * 60
     return passage(encode, filler, FACTS, LENGTH, np.random.default_rng(3))
@@ -38,7 +37,6 @@ def text(engine: Engine) -> Passage:
 
 def test_a_passage_has_each_fact_once_and_the_requested_length(full: Engine) -> None:
     passage = text(full)
-    assert full.tokenizer is not None
     words = full.tokenizer.decode(passage.ids)
     assert all(words.count(fact.removesuffix(" .")) == 1 for fact, _, _ in FACTS)
     assert LENGTH - 6 < len(passage.ids) <= LENGTH

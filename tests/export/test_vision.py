@@ -47,7 +47,6 @@ def test_logits_and_tokens_are_those_of_transformers(kind: str, tmp_path: Path) 
     checkpoint = vision.save_checkpoint(kind, tmp_path / "checkpoint")
     artifact = build(models.make_recipe(checkpoint, export=EXPORT, limits={"max_length": 400}), tmp_path / "artifact")
     engine, right = load(artifact), vision.Transformers(checkpoint)
-    assert engine.manifest.images is not None
     marker, pictures = engine.manifest.images.marker, [picture(37, 61), picture(90, 33), picture(28, 28)]
     texts = [f"a{marker}bc{marker} d", f"{marker}efgh", "without images"]
     images = [pictures[:2], pictures[2:], []]

@@ -270,7 +270,6 @@ def test_an_answer_that_must_call_does(grammars: Grammars, form: str, parallel: 
 
 def test_a_special_marker_is_shown_and_others_are_not(grammars: Grammars) -> None:
     tokenizer = grammars.tokenizer
-    assert tokenizer is not None
     shown = MISTRAL.shown_ids(tokenizer)
     ids = [*shown, *tokenizer.encode("a b", add_special_tokens=False), *shown, 2, *tokenizer.encode(" c", False)]
     for kept, expected in ((shown, "[TOOL_CALLS]a b[TOOL_CALLS] c"), ((), "a b c")):

@@ -97,7 +97,6 @@ def decoder(
     represented = {}
     for name, weight in weights.items():
         match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)", name)
-        assert match
         layer, own, part = match.groups()
         stored = NAMES[own]
         data, kind = weight.tobytes(), F32

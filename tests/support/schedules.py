@@ -179,7 +179,6 @@ class Schedule:
         if self.idle:
             talk = self.idle.pop(int(self.rng.integers(len(self.idle))))
             start = self.store.get(talk.name)
-            assert start is not None
             for _ in range(int(self.rng.integers(1, 3))):
                 if len(start.ids) < 350:
                     ids = self.rng.integers(0, VOCABULARY, int(self.rng.integers(1, 30))).tolist()

@@ -61,7 +61,6 @@ def test_the_layer_holds_and_another_layers_weights_do_not(one_layer: Path, tmp_
         metadata={"format": "pt"},
     )
     result = validate_artifact(one_layer, length=100, batch=2, checkpoint=str(other))
-    assert result.mismatch is not None
     assert result.mismatch.layer in (0, None)
 
 

@@ -266,7 +266,7 @@ MERGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "ring-ridge": (MATCHING | {"ridge": 0.0}, RING_SHAPES, r"ridge is 0\.0+, and has to be above 0"),
     "ring-change": (MATCHING | {"change_max": -1.0}, RING_SHAPES, r"change_max is -1\.0+, and has to be above 0"),
     "ring-steps": (MATCHING | {"vote_steps": -1}, RING_SHAPES, "vote_steps is -1, and has to be at least 0"),
-    "ring-bias-of-nan": (
+    "ring-bias": (
         MATCHING | {"bias_max": float("nan")},
         RING_SHAPES,
         "bias_max is -?nan, and has to be above 0",

@@ -186,7 +186,8 @@ ifneq ($(filter test-kernels,$(MAKECMDGOALS)),)
 native: | $(if $(filter true,$(CI)),cross-tools)
 cuda-host: | native kernels
 endif
-PYTEST = $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+# auto counts cores, of which a virtual machine may have one for two processors
+PYTEST = $(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder
 
 native-machine:
 	$(PYTHON) plugins/build.py onnxruntime --this-machine

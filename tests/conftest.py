@@ -156,6 +156,16 @@ def no_sync() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Give engines one thread: a second one, woken for every operator, would take the core of another worker."""
+    from kvexport.backends.onnxruntime import backend
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "_threads", lambda: 1)
+        yield
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCuda:
     """A fake GPU with a fake TensorRT that has no plugins."""

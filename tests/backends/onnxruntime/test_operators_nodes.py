@@ -526,6 +526,15 @@ def test_a_merge_in_place_has_the_bits_of_separate_buffers(half: bool, attribute
     assert_same_in_place(merging(attributes, half=half), state(np.random.default_rng(2), 2, C, half=half), "")
 
 
+@pytest.mark.parametrize("op", ["VoteAttention", "MergeCache"])
+def test_no_bit_depends_on_the_number_of_threads(op: str) -> None:
+    rng, attends = np.random.default_rng(4), op == "VoteAttention"
+    feed = vote_attention_inputs(rng, 3, T, 900, 1000) if attends else state(rng, 3, 1000, 1000)
+    serialized = model(op, *((VOTE_ATTENTION, vote_attention_shapes()) if attends else (KEEPKV, merge_shapes())))
+    one, four = (session(serialized, threads).run(None, feed) for threads in (1, 4))
+    assert [x.tobytes() for x in one] == [x.tobytes() for x in four]
+
+
 @every_type
 @pytest.mark.parametrize(
     ("op", "attributes"), [("VoteAttention", KEEPING), ("MergeCache", GRKV_5), ("MergeCache", MATCHING)]

@@ -256,11 +256,7 @@ def rotated(*places: str) -> dict[str, Any]:
         ({}, {"quant_method": "bitsandbytes", "load_in_4bit": True}, r"\(bitsandbytes\), and no tensor is"),
         ({}, {"quant_method": "awq", "version": "gemv"}, "awq of version 'gemv'"),
         ({}, {"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24'"),
-        (
-            {},
-            {**COMPRESSED, "transform_config": rotated("weight_output", "input")},
-            r"rotates at run time \(R: 'input'\)",
-        ),
+        ({}, {**COMPRESSED, "transform_config": rotated("weight_output", "input")}, r"at run time \(R: 'input'\)"),
         ({}, {**COMPRESSED, "transform_config": rotated("weight_input")}, "compressed-tensors.*and no tensor is"),
         ({}, {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "modelopt w4a8_awq"),
         ({}, {"quant_method": "fp8"}, r"says that weights are quantized \(fp8\), and no tensor is"),

@@ -93,11 +93,7 @@ def _gemma3(folder: Path) -> Path:
     [
         (_of("llava"), {"images": False}, "the recipe says export.images: false"),
         (_gemma3, {}, "tokens of an image attend to those after them"),
-        (
-            _with("llava", "preprocessor_config.json", image_processor_type="None"),
-            {},
-            "cannot read its image processor",
-        ),
+        (_with("llava", "preprocessor_config.json", image_processor_type="None"), {}, "read its image processor"),
         (_with("llava", "preprocessor_config.json", do_normalize=False), {}, "a way that kvexport does not know"),
         (_with("llava", "processor_config.json", patch_size=4), {}, "its image encoder cannot be traced"),
         (_with("internvl", "processor_config.json", image_seq_length=10**9), {}, "hold the number 1e+09"),

@@ -195,9 +195,7 @@ HOSTILE = {
         lambda: Grammar("lark", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(6000)) + 'r6000: "a"'),
         "nested too deep",
     ),
-    "hours of compiling": (
-        lambda: Grammar.json_schema({"type": "integer", "multipleOf": 16777213}), "too long, or too much memory",
-    ),
+    "hours of compiling": (lambda: Grammar.json_schema({"type": "integer", "multipleOf": 16777213}), "too long, or"),
     "nested": (lambda: Grammar("lark", "start: " + "(" * 9000 + '"a"' + ")" * 9000), "nested"),
     "nested JSON": (lambda: Grammar("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000), "recursion limit"),
     "nested Python": (lambda: Grammar.json_schema(nested(100_000)), "no JSON"),

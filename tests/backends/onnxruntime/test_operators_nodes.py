@@ -81,7 +81,7 @@ def test_well_formed_nodes_run_with_and_without_optional_inputs() -> None:
         MERGE_CACHE,
         KEEPKV,
         KVSLIMMER,
-        {**KVSLIMMER, "inverse_frequencies": None, "rotary_interleaved": None},
+        KVSLIMMER | {"inverse_frequencies": None, "rotary_interleaved": None},
     ):
         votes = merging(attributes).run(["present_votes"], state(rng, 2, C))[0]
         assert ((votes.reshape(2, H, C) > 0).sum(-1) == MERGE_CACHE["budget"]).all()
@@ -144,7 +144,7 @@ ATTENTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "heads-that-differ": ({}, {"value": ["B", 4, "T", DV]}, r"value is \[\?, 4, \?, 12\], not \[\?, 2, \?, 12\]"),
     "slots-that-differ": (
         {},
-        {"past_key": ["B", S, D], "past_votes": ["B", S + 1]},
+        {"past_key": ["B", S, D], "past_votes": ["B", 33]},
         r"past_votes is \[\?, 33\], not \[\?, 32\]",
     ),
     "slots-of-no-head": ({}, {"past_key": ["B", S + 1, D]}, "33 slots are not the same number for each of 2 KV heads"),
@@ -155,22 +155,10 @@ ATTENTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "sinks": ({}, {"sink_logits": [HQ + 1]}, r"sink_logits is \[5\], not \[4\]"),
     "head-without-slots": ({"capacity": [16, 0]}, {}, "capacity is 0, and has to be at least 1"),
     "type-of-capacity": ({"capacity": 16}, {}, "capacity holds no integers"),
-    "heads-of-capacity": (
-        {"capacity": [16, 9, 7]},
-        {"past_key": ["B", SLOTS, D]},
-        "capacity has 3 numbers, but there are 2 KV heads",
-    ),
-    "sum-of-capacity": (
-        {"capacity": [16, 8]},
-        {"past_key": ["B", SLOTS, D]},
-        "the sum of capacity is 24, but there are 25 slots",
-    ),
+    "heads-listed": ({"capacity": [16, 9, 7]}, {"past_key": ["B", SLOTS, D]}, "3 numbers, but there are 2 KV heads"),
+    "sum-of-capacity": ({"capacity": [16, 8]}, {"past_key": ["B", SLOTS, D]}, "capacity is 24, but there are 25 slots"),
     "ring-of-no-rows": ({"reference_queries": 0}, KEPT_SHAPES, "reference_queries is 0, and has to be at least 1"),
-    "ring-of-another-type": (
-        {"reference_queries": 1.5},
-        KEPT_SHAPES,
-        "the attribute reference_queries should be an integer",
-    ),
+    "ring-of-another-type": ({"reference_queries": 1.5}, KEPT_SHAPES, "reference_queries should be an integer"),
     "ring-of-no-fit": ({}, KEPT_SHAPES, "only a quantized cache has scales, and only a fit a ring of queries"),
     "ring-is-missing": (KEEPING, {}, "a method that fits has query and query_seen"),
 }
@@ -189,52 +177,28 @@ MERGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "unknown-statistic": ({**KEEPKV, "statistics": "entropy"}, {}, "statistics is 'entropy'"),
     "no-switch": ({**KEEPKV, "mean_adds": 2}, {}, "mean_adds is 2, and has to be 0 or 1"),
     "share-pairs": ({**KVSLIMMER, "share_pairs": 1}, {}, "share_pairs has no native kernel"),
-    "order-of-what-is-dropped": (
-        {**MERGE_CACHE, "order": "nearest"},
-        {},
-        "order is nearest, which needs merge to be zip or",
-    ),
+    "order-of-dropped": ({**MERGE_CACHE, "order": "nearest"}, {}, "order is nearest, which needs merge to be zip"),
     "error-without-distance": ({**KEEPKV, "order": "least_error"}, {}, "order is least_error, which needs measure"),
     "pairs-merged-last": ({**KVSLIMMER, "merged_last": 1}, {}, "merge is pair, which needs merged_last to be false"),
     "threshold-of-nan": ({**KEEPKV, "threshold": float("nan")}, {}, "threshold is -?nan, and has to be a number"),
     "budget": ({**MERGE_CACHE, "budget": [8, 0]}, {}, "budget is 0, and has to be at least 1"),
     "negative-sinks": ({**MERGE_CACHE, "sinks": -1}, {}, "sinks is -1, and has to be at least 0"),
     "negative-window": ({**MERGE_CACHE, "sliding_window": -7}, {}, "sliding_window is -7, and has to be at least 0"),
-    "beyond-32-bits": (
-        {**MERGE_CACHE, "budget": [2**32 + 1] * 2},
-        {},
-        "the attribute budget is out of range: 4294967297",
-    ),
+    "beyond-32-bits": (MERGE_CACHE | {"budget": [2**32 + 1] * 2}, {}, "the attribute budget is out of range: 42949672"),
     "type": ({**MERGE_CACHE, "sinks": 8.0}, {}, "the attribute sinks should be an integer"),
     "type-of-frequencies": ({**KVSLIMMER, "inverse_frequencies": [1, 2]}, {}, "inverse_frequencies holds no floats"),
-    "rotary-planes": (
-        {**KVSLIMMER, "inverse_frequencies": [1.0] * 5},
-        {},
-        "5 rotary planes do not fit into keys of size 8",
-    ),
-    "interleaved": (
-        {**KVSLIMMER, "rotary_interleaved": None},
-        {},
-        "the attribute rotary_interleaved should be an integer",
-    ),
+    "rotary-planes": ({**KVSLIMMER, "inverse_frequencies": [1.0] * 5}, {}, "5 rotary planes do not fit into keys of"),
+    "interleaved": ({**KVSLIMMER, "rotary_interleaved": None}, {}, "the attribute rotary_interleaved should be an"),
     "rank": (MERGE_CACHE, {"score": ["B", "S"]}, r"key .* and score \[\?, \?\] have three dimensions each"),
     "rank-of-votes": (MERGE_CACHE, {"votes": ["B"]}, r"votes is \[\?\], not \[\?, \?\]"),
-    "slots-that-differ": (
-        MERGE_CACHE,
-        {"key": ["B", S, D], "position": ["B", S - 1]},
-        r"position is \[\?, 31\], not \[\?, 32\]",
-    ),
+    "slots-that-differ": (MERGE_CACHE, {"key": ["B", S, D], "position": ["B", 31]}, r"position is \[\?, 31\], not"),
     "slots-of-no-head": (MERGE_CACHE, {"key": ["B", 1, D]}, "1 slots are not the same number for each of 2 KV heads"),
-    "too-few-statistics": (
-        {**KEEPKV, "statistics": "probability,log_ema"},
-        {},
-        "the score has 1 statistics, the method keeps 2",
-    ),
+    "too-few-statistics": ({**KEEPKV, "statistics": "probability,log_ema"}, {}, "1 statistics, the method keeps 2"),
     "prefix-of-no-size": ({**MERGE_CACHE, "value_prefix": 0}, {}, "value_prefix is 0, and has to be at least 1"),
     "too-many-statistics": (KEEPKV, merge_shapes(2), "the score has 2 statistics, the method keeps 1"),
     "head-without-slots": (LISTED | {"capacity": [16, 0]}, {}, "capacity is 0, and has to be at least 1"),
     "type-of-capacity": (LISTED | {"capacity": 16}, {}, "capacity holds no integers"),
-    "heads-of-capacity": (
+    "heads-listed": (
         LISTED | {"capacity": [16, 9, 7]},
         {"key": ["B", SLOTS, D]},
         "capacity has 3 numbers, and budget 2",
@@ -242,41 +206,21 @@ MERGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "sum-of-capacity": (
         LISTED | {"capacity": [16, 8]},
         {"key": ["B", SLOTS, D]},
-        "the sum of capacity is 24, but there are 25 slots",
+        "capacity is 24, but there are 25 slots",
     ),
-    "heads-of-budget": (
-        LISTED | {"budget": [8]},
-        {},
-        "budget and recent have a number for each KV head, not 1 and 2",
-    ),
-    "heads-of-recent": (
-        LISTED | {"recent": [2, 1, 1]},
-        {},
-        "budget and recent have a number for each KV head, not 2 and 3",
-    ),
+    "heads-of-budget": (LISTED | {"budget": [8]}, {}, "budget and recent have a number for each KV head, not 1 and 2"),
+    "heads-of-recent": (LISTED | {"recent": [2, 1, 1]}, {}, "recent have a number for each KV head, not 2 and 3"),
     "heads-of-both": (LISTED | {"budget": [8], "recent": [2]}, {}, "capacity has 2 numbers, and budget 1"),
     "negative-recent": (LISTED | {"recent": [2, -1]}, {}, "recent is -1, and has to be at least 0"),
     "type-of-budget": (LISTED | {"budget": 8}, {}, "budget and recent have a number for each KV head, not 0 and 2"),
-    "ring-without-fit": (
-        MATCHING | {"fit": None},
-        RING_SHAPES,
-        "select is attended, which needs the reference queries of a fit",
-    ),
+    "ring-without-fit": (MATCHING | {"fit": None}, RING_SHAPES, "select is attended, which needs the reference"),
     "ring-unknown-fit": (MATCHING | {"fit": "keys"}, RING_SHAPES, "fit is 'keys'; known: values, votes_and_values"),
     "ring-ridge": (MATCHING | {"ridge": 0.0}, RING_SHAPES, r"ridge is 0\.0+, and has to be above 0"),
     "ring-change": (MATCHING | {"change_max": -1.0}, RING_SHAPES, r"change_max is -1\.0+, and has to be above 0"),
     "ring-steps": (MATCHING | {"vote_steps": -1}, RING_SHAPES, "vote_steps is -1, and has to be at least 0"),
-    "ring-bias": (
-        MATCHING | {"bias_max": float("nan")},
-        RING_SHAPES,
-        "bias_max is -?nan, and has to be above 0",
-    ),
+    "ring-bias": (MATCHING | {"bias_max": float("nan")}, RING_SHAPES, "bias_max is -?nan, and has to be above 0"),
     "ring-no-ridge": (MATCHING | {"ridge": None}, RING_SHAPES, "the attribute ridge should be a float"),
-    "ring-fit-of-pairs": (
-        MATCHING | KVSLIMMER | {"fit": "values"},
-        RING_SHAPES,
-        "a fit needs merge to be drop or zip",
-    ),
+    "ring-fit-of-pairs": (MATCHING | KVSLIMMER | {"fit": "values"}, RING_SHAPES, "a fit needs merge to be drop or zip"),
     "ring-is-missing": (GRKV_5, {}, "a method that fits has query and query_seen"),
 }
 
@@ -284,7 +228,7 @@ MERGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", MERGES)
 def test_a_merge_that_cannot_be(name: str) -> None:
     attributes, shapes, message = MERGES[name]
-    with pytest.raises(Exception, match=f"kvexport: MergeCache: {message}"):
+    with pytest.raises(Exception, match=f"kvexport: MergeCache: .*{message}"):
         merging(attributes, shapes)
 
 

@@ -1,4 +1,9 @@
-"""The lm-evaluation-harness adapter scores as Hugging Face does if the cache holds everything."""
+"""The lm-evaluation-harness adapter scores as Hugging Face does if the cache holds everything.
+
+If the harness is not installed, a fake provides the parts that the adapter uses.
+"""
+
+from __future__ import annotations
 
 import importlib.util
 import inspect

@@ -1,5 +1,7 @@
 """Tests of eval's budgets and labels: their meaning, and the equal bytes of equal budgets."""
 
+from __future__ import annotations
+
 import json
 import shutil
 from pathlib import Path

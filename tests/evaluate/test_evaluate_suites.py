@@ -1,4 +1,9 @@
-"""Tests of LongBench and RULER from a local folder, with the recipes of the papers' settings."""
+"""Tests of LongBench and RULER from a local folder, with the recipes of the papers' settings.
+
+They check the prompts and the scores.
+"""
+
+from __future__ import annotations
 
 import json
 from pathlib import Path
@@ -96,7 +101,10 @@ def test_a_prompt_of_ruler_ends_with_the_beginning_of_the_answer(
 
 
 def test_a_papers_recipe_is_evaluated_on_a_local_folder(suites: Path, tiny_checkpoint: Path) -> None:
-    """A recipe's method, budget, layer budgets and threshold stay."""
+    """A paper's recipe, with a small checkpoint in place of Llama 2 7B, is evaluated on the files of a local folder.
+
+    Its method, budget, layer budgets and threshold stay.
+    """
     recipe = suites / "mine.yaml"
     changes = {
         "model": {"path": str(tiny_checkpoint), "dtype": "float32"},

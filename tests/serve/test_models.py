@@ -1,5 +1,7 @@
 """Tests of several models on one server: each has a process of its own while it is used."""
 
+from __future__ import annotations
+
 import json
 import os
 import shutil
@@ -45,6 +47,7 @@ def artifacts(tiny_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def server(artifacts: list[Path]) -> Iterator[Running]:
     limits = ("--keep-alive", IDLE, "--max-tokens", 5, "--threads", "1", "--api-key", "secret")
     command = process("serve", *artifacts, "--port", "0", *limits)
+    assert command.stdout is not None
     server = Keyed(command.stdout.readline().strip())
     server.service = psutil.Process(command.pid)
     yield server
@@ -130,6 +133,7 @@ def test_requests_at_once_start_one_process_and_errors_arrive(server: Running) -
 def test_a_process_that_was_killed_is_replaced(server: Running) -> None:
     assert asked(server, model="two")[0] == 200
     child = child_of(server, "two")
+    assert child is not None
     child.kill()
     wait_until(lambda: "two" not in loaded(server))
     assert asked(server, model="two")[0] == 200
@@ -137,6 +141,7 @@ def test_a_process_that_was_killed_is_replaced(server: Running) -> None:
 
 def test_processes_end_with_a_server_that_was_killed(artifacts: list[Path], tmp_path: Path) -> None:
     command = process("serve", *artifacts, "--port", "0", "--session-folder", tmp_path)
+    assert command.stdout is not None
     server = Running(command.stdout.readline().strip())
     for name in ("one", "two"):
         assert asked(server, model=name, session_id="s")[0] == 200 and list((tmp_path / name).iterdir())
@@ -169,6 +174,7 @@ def test_the_process_of_a_model_prints_only_its_address_and_ends_without_an_erro
 ) -> None:
     environment = {**ENVIRONMENT, SUPERVISED: "1"}
     command = process("serve", artifacts[0], "--port", "0", code=NOISY, stdin=PIPE, env=environment)
+    assert command.stdout is not None and command.stdin is not None and command.stderr is not None
     assert command.stdout.readline().startswith("http://127.0.0.1:") and command.stdout.read() == ""
     command.terminate() if ends == "signal" else command.stdin.close()
     errors = command.stderr.read()
@@ -188,6 +194,7 @@ app()
 
 def test_a_server_ends_while_a_model_loads(artifacts: list[Path]) -> None:
     command = process("serve", *artifacts, "--port", "0", code=SLOW)
+    assert command.stdout is not None
     server = Running(command.stdout.readline().strip())
     server.service = psutil.Process(command.pid)
 
@@ -204,6 +211,7 @@ def test_a_server_ends_while_a_model_loads(artifacts: list[Path]) -> None:
         wait_until(loads_without_a_client)
         assert asked(server, model="one")[0] == 200 and loaded(server) == ["one"], "another model answers meanwhile"
         child = child_of(server, "two")
+        assert child is not None
         (command if ends else child).terminate()
         child.wait(60)
     errors = command.communicate(timeout=60)[1]
@@ -213,6 +221,7 @@ def test_a_server_ends_while_a_model_loads(artifacts: list[Path]) -> None:
 def test_a_model_that_cannot_be_loaded_is_named(artifacts: list[Path], tmp_path: Path) -> None:
     broken = Path(shutil.copytree(artifacts[0], tmp_path / "broken"))
     command = process("serve", artifacts[0], broken, "--port", "0")
+    assert command.stdout is not None
     server = Running(command.stdout.readline().strip())
     (broken / "decoder.onnx").unlink()
     status, body = asked(server, model="broken")

@@ -1,5 +1,7 @@
 """Tests of the server's figures about its lanes."""
 
+from __future__ import annotations
+
 import time
 from typing import Any
 

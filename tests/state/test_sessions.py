@@ -1,5 +1,7 @@
 """Tests of stored sessions: in memory, in a folder of one process, and in a folder that several processes share."""
 
+from __future__ import annotations
+
 import errno
 import os
 import stat
@@ -358,6 +360,7 @@ def test_turns_of_a_session_exclude_one_another_among_processes(
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=PYTHON_PATH, bufsize=1
     ) as other:
+        assert other.stdin is not None and other.stdout is not None
         assert other.stdout.readline() == "True\n"
         assert not kept.begin_turn("a") and kept.begin_turn("another")
         other.stdin.write("\n")
@@ -377,6 +380,7 @@ class Template:
 
 def test_the_next_turn_of_a_conversation_reads_only_its_own_tokens(tiny_artifact: Path) -> None:
     engine = load(tiny_artifact)
+    assert engine.tokenizer is not None
     engine.__dict__["chat_template"] = Template()
     talk = [{"role": "user", "content": "hello"}]
     start = turn(engine, engine.encode_chat(talk).tolist(), None)
@@ -420,6 +424,7 @@ def test_a_turn_after_an_answer_in_other_tokens_gets_no_space(name: str) -> None
     for _ in range(3):
         talk += [{"role": "assistant", "content": "count"}, {"role": "user", "content": "more"}]
         new = next_turn(engine, cast(Snapshot, SimpleNamespace(ids=np.array(seen))), talk)
+        assert new is not None
         assert tokenizer.decode([*seen, *new], skip_special_tokens=False) == Template().render(talk)
         after: Any = SimpleNamespace(ids=np.array(seen))
         assert EngineCore.encode(engine, ".umore.a", after=after).tolist() == [*seen, *new]

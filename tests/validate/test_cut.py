@@ -1,5 +1,7 @@
 """Tests of decoder.onnx cut between its layers."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import numpy as np

@@ -1,5 +1,7 @@
 """Tests of the independent run: a tie may separate it from PyTorch's run, but not a wrong merge or a wrong state."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,10 @@ def test_a_sound_run_parts_nowhere(tiny_artifact: Path) -> None:
 def test_a_wrong_selection_of_the_independent_run_is_detected(
     tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scores of the state are reversed before the engine's merge, and restored in the record of that merge."""
+    """A merge that evicts a wrong entry is found.
+
+    The scores of the state are reversed before the engine's merge, and restored in the record of that merge.
+    """
 
     def change(self: WatchedState, first: int, last: int, merge: Any) -> None:
         before = self.get_state()

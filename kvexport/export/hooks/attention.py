@@ -67,7 +67,7 @@ def cache_name(model: Any) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-class PassThroughCache(Cache):  # type: ignore[misc]
+class PassThroughCache(Cache):
     """A cache object for transformers that returns only the new keys and values.
 
     The keys and values of earlier tokens are inputs of the ONNX graph instead.

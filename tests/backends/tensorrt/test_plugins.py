@@ -332,7 +332,9 @@ def test_the_workspace_does_for_every_smaller_attention(
 
     every = {(batch, tokens): kernels(batch, tokens) for batch in range(1, batches + 1) for tokens in (1, 2, 300)}
     most = max(every.values())
-    assert all(every[batches, tokens] < most for tokens in (1, 300)), "no smaller problem needs more"
+    assert every[batches, 300] < most, "no smaller problem needs more, so the test shows nothing"
+    if len({*slots}) == 1:
+        assert max(every, key=lambda case: every[case]) != (batches, 1), "no smaller batch needs as much"
     tensors = attention_tensors(
         slots=sum(slots), heads=len(slots), statistics=1, most=(batches, 300), values=16, sinks=False
     )

@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 PACKAGES := $(VENV)/.kvexport-packages
 TORCH := $(VENV)/.kvexport-torch
 ENGINES := $(VENV)/.kvexport-engines
+TOOLS := $(VENV)/.kvexport-tools
 STAMP := $(VENV)/.kvexport-installed
 DEMO ?= demo
 
@@ -19,13 +20,13 @@ endif
 # For the tools that import ONNX Runtime without kvexport.
 export ORT_DISABLE_TELEMETRY ?= 1
 
-.PHONY: fuzz audit sbom demo test test-kernels lint docs setup native native-here native-machine wheel release native-cuda cross-tools tensorrt-bindings smollm2 smollm2-file models cuda-host cuda-ptx kernels gpu-check lock clean
+.PHONY: fuzz audit sbom demo test units test-kernels lint docs setup native native-here native-machine wheel release native-cuda cross-tools tensorrt-bindings smollm2 smollm2-file models cuda-host cuda-ptx kernels gpu-check lock clean
 
 setup: $(STAMP)
 
-# In three steps: the packages for engines, torch beside them, and the packages for development. Digests are checked of
-# all packages but torch, of which every kind of machine has a wheel of its own. Where no wheel of a pin is locked (other
-# systems than Linux and macOS, Pythons that tools/lock.py does not name): make setup LOCK=off
+# Side by side: the packages for engines, torch, and the packages for development. Digests are checked of all packages but
+# torch, of which every kind of machine has a wheel of its own. Where no wheel of a pin is locked (other systems than
+# Linux and macOS, Pythons that tools/lock.py does not name): make setup LOCK=off
 # A quarter of what is installed is ever imported, and is compiled then.
 LOCK ?= requirements-lock.txt
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --no-compile
@@ -51,11 +52,17 @@ $(ENGINES): pyproject.toml $(PACKAGES) $(TORCH)
 	$(PIP_INSTALL) --constraint constraints.txt --no-build-isolation --editable ".[export]"
 	touch $@
 
-$(STAMP): $(ENGINES)
-	sed -e '1,$(DEVELOPMENT)d' $(PINS) > $(PACKAGES).txt
-	$(PIP_INSTALL) --no-deps $(HASHES) --requirement $(PACKAGES).txt
-	$(PIP_INSTALL) --constraint constraints.txt --no-build-isolation --editable ".[dev]"
+$(TOOLS): constraints.txt requirements-lock.txt | $(BIN)/python
+	sed -e '1,$(DEVELOPMENT)d' $(PINS) > $@.txt
+	$(PIP_INSTALL) --no-deps $(HASHES) --requirement $@.txt
 	touch $@
+
+$(STAMP): pyproject.toml $(PACKAGES) $(TORCH) $(TOOLS)
+	$(PIP_INSTALL) --constraint constraints.txt --no-build-isolation --editable ".[dev]"
+	touch $(ENGINES) $@
+ifneq ($(filter demo,$(MAKECMDGOALS)),)
+$(STAMP): $(ENGINES) # one pip at a time writes kvexport's own entry
+endif
 
 lock: setup
 	$(BIN)/python -m tools.lock
@@ -170,7 +177,7 @@ kernels:
 
 # Side by side, but for what asks apt-get: the kernels compile while setup, which is one process, leaves a core idle.
 ifneq ($(filter demo test test-kernels,$(MAKECMDGOALS)),)
-MAKEFLAGS += --jobs=3
+MAKEFLAGS += --jobs=4
 endif
 ifneq ($(filter test,$(MAKECMDGOALS)),)
 AUDIT := --soft
@@ -179,14 +186,17 @@ ifneq ($(filter test-kernels,$(MAKECMDGOALS)),)
 native: | $(if $(filter true,$(CI)),cross-tools)
 cuda-host: | native kernels
 endif
-PYTEST = $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+# auto counts cores, of which a virtual machine may have one for two processors
+PYTEST = $(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder
 
 native-machine:
 	$(PYTHON) plugins/build.py onnxruntime --this-machine
 
 # What a contributor runs on every change: lint, types, units, the exporter, the engine, the server, and the
-# conformance of the CPU's kernels on the best instruction set of this machine.
-test: lint native-machine $(if $(filter true,$(CI)),smollm2 audit)
+# conformance of the CPU's kernels on the best instruction set of this machine. mypy is one process: it runs beside.
+test: lint units $(if $(filter true,$(CI)),audit)
+
+units: setup native-machine $(if $(filter true,$(CI)),smollm2)
 	$(PYTEST) -m "not kernels"
 
 # What takes other compilers: CUDA's kernels on the host and as PTX, TensorRT's plugins, every instruction set, Arm's

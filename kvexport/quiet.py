@@ -44,5 +44,5 @@ def _transformers_bars() -> Any:
 
     if not bars.is_progress_bar_enabled():
         return None
-    bars.disable_progress_bar()  # type: ignore[no-untyped-call]
+    bars.disable_progress_bar()
     return bars

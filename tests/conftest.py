@@ -1,12 +1,10 @@
-"""Fixtures for all tests: a tiny random Llama and an artifact of it, fake GPUs, and processes to kill.
-
-The Llama's tokenizer has one token for each character. The Llama and its artifact are made once per session.
-"""
+"""Fixtures for all tests: a tiny random Llama and an artifact of it, fake GPUs, and processes to kill."""
 
 from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -52,6 +50,12 @@ KERNEL_BACKENDS = {"cuda-on-host", "onnxruntime-cuda-on-host", "cuda-ptx", "tens
 FIRST = ("tests/conformance/test_merge_cache.py", "tests/validate/", "tests/plugins/", "tests/tools/")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files whose tests are all of kernels where none is to run: collection takes a millisecond for each."""
+    path = collection_path.relative_to(config.rootpath).as_posix()
+    return (config.option.markexpr == "not kernels" and any(fnmatch(path, x) for x in KERNELS)) or None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of KERNELS and of its backends, and move those of FIRST to the front, in its order."""
     for item in items:
@@ -77,22 +81,20 @@ def pytest_collection_finish() -> None:
 def traces(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder of traced functions, shared by parallel workers and by processes that tests start."""
     own = tmp_path_factory.getbasetemp()
-    if not hasattr(pytestconfig, "workerinput"):
+    if hasattr(pytestconfig, "workerinput"):
+        own = own.parent
+    elif "torch" not in sys.modules:  # no collected test traces, and importing takes seconds
         yield own / "traces"
         return
     from tests.support.shared_traces import shared_traces
 
-    with shared_traces(own.parent / "traces") as folder:
+    with shared_traces(own / "traces") as folder:
         yield folder
 
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a random Llama, built by `make_checkpoint`.
-
-    It has 2 layers, hidden size 32, 4 query heads over 2 KV heads, a vocabulary of 64 (one id for each character of
-    ALPHABET) and no end-of-sequence token.
-    """
+    """The folder of a random Llama, built by `make_checkpoint`."""
     return make_checkpoint(tmp_path_factory.mktemp("tiny") / "checkpoint")
 
 
@@ -157,6 +159,16 @@ def no_sync() -> Iterator[None]:
     """Replace `os.fsync` by nothing, because syncs on a busy disk would take much of the time of these tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Give engines one thread: a second one, woken for every operator, would take the core of another worker."""
+    from kvexport.backends.onnxruntime import backend
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "_threads", lambda: 1)
         yield
 
 

@@ -1,7 +1,5 @@
 """Tests of reading JSON from clients and models: what it refuses, and that it refuses early."""
 
-from __future__ import annotations
-
 import json
 import time
 from typing import Any

@@ -1,10 +1,8 @@
 """Every `fix:` line that names an option or a command is run, and has to change the outcome of what failed.
 
-`SITES` finds the fix lines in the package's source. A line that only the user can follow ("download the file again")
+`sites` finds the fix lines in the package's source. A line that only the user can follow ("download the file again")
 has no option and no command. Each other line has a case in `CASES`, or is counted in `NOT_RUN` with the reason.
 """
-
-from __future__ import annotations
 
 import ast
 import re
@@ -14,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,6 +32,7 @@ COMMAND = r"(?:kvexport|mkdir|rm|mv|cp) "
 RUNS = re.compile(rf"--[a-z]|\b{COMMAND}|\b(?:pip|ulimit|hf|git lfs|python|iconv) |\b[A-Z_]{{3,}}=")
 
 
+@cache
 def sites() -> dict[tuple[str, int], str]:
     """Return the source of each fix line that names an option or a command, by its file and line."""
     found = {}
@@ -54,8 +54,6 @@ def sites() -> dict[tuple[str, int], str]:
                     found[str(path.relative_to(PACKAGE)), node.lineno] = f"{function.name}: {problem}: {text}"
     return found
 
-
-SITES = sites()
 
 # The number of fix lines of each file that no case runs, by the reason.
 NOT_RUN: dict[str, dict[str, int]] = {
@@ -298,7 +296,7 @@ def attempt(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int,
 
 def site_of(file: str, part: str) -> tuple[str, int]:
     """Return the only place in a file whose function, problem or fix line contains a text."""
-    found = [site for site, text in SITES.items() if site[0] == file and part in text]
+    found = [site for site, text in sites().items() if site[0] == file and part in text]
     assert len(found) == 1, (file, part, found)
     return found[0]
 
@@ -349,6 +347,6 @@ def without(command: list[str], options: list[str]) -> list[str]:
 
 def test_every_fix_line_has_a_case_or_a_reason() -> None:
     run_here = {site_of(file, part) for file, part, _ in CASES}
-    left = Counter(file for file, line in SITES if (file, line) not in run_here)
+    left = Counter(file for file, line in sites() if (file, line) not in run_here)
     listed = sum((Counter(files) for files in NOT_RUN.values()), Counter[str]())
     assert left == listed, "a new fix line needs a case in CASES, or a reason in NOT_RUN"

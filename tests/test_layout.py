@@ -219,10 +219,7 @@ def test_the_architecture_has_the_order_of_imports() -> None:
 
 
 def test_every_path_that_the_architecture_names_is_there() -> None:
-    """Every path that the architecture names exists.
-
-    Paths are relative to the repository's root, or to the folder at the beginning of their row.
-    """
+    """Paths are relative to the repository's root, or to the folder at the beginning of their row."""
     for row in ARCHITECTURE.split("## How a model is traced")[0].splitlines():
         folders = [ROOT / top / name for top in ("kvexport", "plugins") for name in re.findall(r"^\| `(\w+)/`", row)]
         folder = next((path for path in folders if path.is_dir()), None)

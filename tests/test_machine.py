@@ -1,7 +1,5 @@
 """Tests of the number of threads on faked systems: hybrid processors, several memory nodes, and containers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Nothing leaves the machine: a preloaded library records what commands look up, connect to and create."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Tests of publishing artifacts: the content, the moment, and the files that a build must not touch."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Any change of an artifact's files is found before a file is opened."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

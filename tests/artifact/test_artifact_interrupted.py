@@ -1,7 +1,5 @@
 """Builds that fail, are killed, or find the disk full leave the old artifact, the new one, or nothing."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

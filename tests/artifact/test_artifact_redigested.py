@@ -1,7 +1,5 @@
 """Damaged files of an artifact whose digests match are refused, and the error says that the artifact is at fault."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable
@@ -20,10 +18,7 @@ def cut(data: bytes) -> bytes:
 
 
 def other_slots(data: bytes) -> bytes:
-    """Return an ONNX graph for a cache with one slot more in both KV heads of layer 1.
-
-    All state tensors of the layer change: without native operators, ONNX Runtime compares them with one another.
-    """
+    """Return an ONNX graph for a cache with one slot more in both KV heads of layer 1."""
     model = onnx.ModelProto.FromString(data)
     for value in (*model.graph.input, *model.graph.output):
         if value.name.startswith(("past_key_values.1.", "present.1.")):

@@ -1,7 +1,5 @@
 """A test with an artifact that an earlier kvexport built: this one runs it, with the tokens that it had then."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of the manifest as typed values: a missing field, one of another type, and a contradiction are named."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

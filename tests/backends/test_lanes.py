@@ -1,9 +1,4 @@
-"""Calls of some lanes of a state, on every backend.
-
-A lane appends the same as it would alone, and the other lanes stay bit-identical.
-"""
-
-from __future__ import annotations
+"""Calls of some lanes of a state, on every backend."""
 
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Native libraries of other distributions are found, and a library for another system is named with what is wrong."""
 
-from __future__ import annotations
-
 import ctypes
 import platform
 import re

@@ -1,7 +1,5 @@
 """A backend is a folder: no other code has its name, and a new folder is a new backend everywhere."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

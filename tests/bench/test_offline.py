@@ -1,7 +1,5 @@
 """Tests of the measurement of an artifact's speed, and of refusals for lack of room."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

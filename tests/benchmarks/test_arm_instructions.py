@@ -1,7 +1,5 @@
 """Tests of the count of instructions on Arm: it is exact, calls' parts add up, and the page shows the results."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The measurements of `benchmarks/correctness/peers.py` on invented data, without the other projects' code."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Tests of the published method that is not part of kvexport, and of how answers are saved."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

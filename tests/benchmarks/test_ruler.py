@@ -1,7 +1,5 @@
 """Tests of the benchmark of RULER: its prompts are RULER's, and the text is read without the question."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of the load generator for a server: the requests, their times, the figures, and the errors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

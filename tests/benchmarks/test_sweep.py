@@ -1,7 +1,5 @@
 """A sweep continues where it stopped: it discards rows with other options, and measures no other row again."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tables of docs/ and README.md agree with the classes and with benchmarks/results."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

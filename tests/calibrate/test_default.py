@@ -1,7 +1,5 @@
 """A build measures the budgets of its KV heads, once for each checkpoint, or gives the reason why it cannot."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -119,10 +117,7 @@ def test_a_recipe_that_leaves_no_choice_is_not_measured(
 
 
 def refused(checkpoint: Path, capsys: pytest.CaptureFixture[str], *settings: str, budget: int = 64) -> str:
-    """Return the message that the budgets of a checkpoint are equal.
-
-    If the user asks for measured budgets it is an error.
-    """
+    """Return the message that the budgets of a checkpoint are equal."""
     loaded = budgets(checkpoint, *settings, budget=budget)
     assert loaded.recipe.cache.allocation.kind is None
     shown = capsys.readouterr().err

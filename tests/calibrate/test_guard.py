@@ -1,7 +1,5 @@
 """A build compares its cache with the full one on a text, and warns of a cache that is far worse than dropping."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvexport.calibrate.guard import Divergence, divergence

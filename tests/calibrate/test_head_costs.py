@@ -1,9 +1,4 @@
-"""The costs of evictions, measured layer by layer, equal those of the whole model.
-
-Native operators compute the same as PyTorch.
-"""
-
-from __future__ import annotations
+"""The costs of evictions, measured layer by layer, equal those of the whole model."""
 
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of shares of the budget by the costs of each KV head's evictions for a text."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

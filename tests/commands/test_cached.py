@@ -1,7 +1,5 @@
 """Tests of `kvexport list` and `kvexport rm`, and of advice about artifacts that are not there."""
 
-from __future__ import annotations
-
 import json
 import stat
 from pathlib import Path

@@ -1,9 +1,4 @@
-"""Tests of `kvexport chat`: a turn reads only new tokens, conversations are saved and loaded.
-
-The command works without a terminal.
-"""
-
-from __future__ import annotations
+"""Tests of `kvexport chat`: a turn reads only new tokens, conversations are saved and loaded."""
 
 from pathlib import Path
 from typing import Any
@@ -70,10 +65,7 @@ def test_a_saved_and_loaded_conversation_continues_equally(talk: command.Chat, t
 def test_an_interrupted_answer_is_part_of_the_conversation(
     engine: Engine, talk: command.Chat, monkeypatch: pytest.MonkeyPatch, of: type, where: str
 ) -> None:
-    """After an interrupted answer the conversation continues.
-
-    Its state stays if the interrupt comes between two steps.
-    """
+    """An interrupt between two steps leaves the state as it is."""
     real, count = getattr(of, where), [0]
 
     def interrupted(*arguments: Any, **named: Any) -> Any:

@@ -1,7 +1,5 @@
 """Tests of the command line: data goes to stdout, progress to stderr, and verbs import only what they need."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

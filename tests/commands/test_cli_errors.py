@@ -1,7 +1,5 @@
 """Tests of the command line's errors: a message on stderr, an exit code for every kind, and never a traceback."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

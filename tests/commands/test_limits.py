@@ -3,8 +3,6 @@
 Each is one error, and leaves no partial files.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -26,6 +24,7 @@ from kvexport.engine.load import load
 from kvexport.errors import ArtifactError, EnvironmentProblem, UsageError, lacks_files, lacks_memory
 from kvexport.export import build as building
 from kvexport.export import stages, texts
+from kvexport.export.build import build
 from kvexport.recipe.load import load_recipe
 from kvexport.serve.errors import api_error
 from kvexport.state.periodic import mapped
@@ -33,7 +32,6 @@ from kvexport.state.sessions import SUFFIX, SessionStore
 from tests.support.artifacts import NAMESPACE, PYTHON_PATH
 from tests.support.command_line import ENVIRONMENT, ROOT, failure, ok
 from tests.support.http_server import running
-from tests.support.models import build_shared
 from tests.support.permissions import permissions_hold
 
 COMPLETE = "/v1/completions"
@@ -62,7 +60,7 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_build_into_a_folder_that_cannot_be_written(tiny_recipe: Path, read_only: Path) -> None:
     with pytest.raises(UsageError, match=f"{read_only} cannot be written: Permission denied") as caught:
-        build_shared(load_recipe(str(tiny_recipe)).recipe, read_only / "artifact")
+        build(load_recipe(str(tiny_recipe)).recipe, read_only / "artifact")
     assert "--out" in caught.value.fix
     assert list(read_only.iterdir()) == []
 
@@ -77,10 +75,7 @@ def test_sessions_in_a_folder_that_cannot_be_written(engine: Engine, read_only: 
 def test_a_folder_of_sessions_that_becomes_read_only_is_an_error_of_each_turn(
     engine: Engine, tmp_path: Path, shared: bool
 ) -> None:
-    """If the folder of sessions becomes read-only, each turn gets an error.
-
-    The state before the turn stays, and the session continues when the folder can be written again.
-    """
+    """The state before the turn stays, and the session continues when the folder can be written again."""
     turn = {"prompt": "ab", "session_id": "s", "max_tokens": 3}
     with permissions_hold(), running(engine, session_folder=str(tmp_path), session_shared=shared) as server:
         assert server.ask(COMPLETE, turn)[0] == 200
@@ -115,7 +110,7 @@ def test_a_build_whose_disk_is_full_leaves_the_artifact_before_it(
     out = tmp_path / "out" / "artifact"
     out.parent.mkdir()
     recipe = load_recipe(str(tiny_recipe)).recipe
-    build_shared(recipe, out)
+    build(recipe, out)
     before = load_manifest(out)
     module, name = PHASES[phase]
 
@@ -126,7 +121,7 @@ def test_a_build_whose_disk_is_full_leaves_the_artifact_before_it(
 
     monkeypatch.setattr(module, name, full)
     with pytest.raises(EnvironmentProblem, match=r"^disk full while writing half: \d+ bytes free"):
-        build_shared(recipe, out)
+        build(recipe, out)
     assert load_manifest(out) == before
     assert [path.name for path in out.parent.iterdir()] == ["artifact"]
 
@@ -262,10 +257,7 @@ def test_errors_that_come_from_too_many_open_files_are_known() -> None:
 
 @pytest.mark.parametrize("megabytes", [200, 400, 700])
 def test_too_little_address_space_is_a_named_error(tiny_recipe: Path, tmp_path: Path, megabytes: int) -> None:
-    """Too little address space is an error of a build.
-
-    PyTorch would end the process, so the build requests memory before.
-    """
+    """PyTorch would end the process, so the build requests memory before."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))

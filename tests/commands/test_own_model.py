@@ -1,7 +1,5 @@
 """Tests of a user's own model: one line builds it, loads it, or answers with it."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

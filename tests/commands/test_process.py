@@ -1,7 +1,5 @@
 """The program ends cleanly when a signal asks it to, and works with closed standard streams."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import subprocess

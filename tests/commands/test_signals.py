@@ -1,7 +1,5 @@
 """After SIGTERM or SIGINT in any stage of a build or a calibration there is one line, an exit code, no partial file."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -49,10 +47,7 @@ def jobs(traces: Path, tiny_recipe: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def signalled(jobs: subprocess.Popen[str], tmp_path: Path) -> Run:
-    """A function that runs a command, signals it at a place, and returns the exit code, stdout and stderr.
-
-    A place is a function of a module, or the end of the name of a file (`tests.support.signalled`).
-    """
+    """A function that runs a command, signals it at a place, and returns the exit code, stdout and stderr."""
 
     def run(place: str, number: signal.Signals, arguments: list[object]) -> tuple[int, str, str]:
         (tmp_path / "temporary").mkdir()

@@ -4,8 +4,6 @@
 fails if one of them is unknown or cannot run.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from functools import cache
@@ -140,10 +138,7 @@ class OnnxFunction(OfHeads):
 
 
 class NativeCpu(OfHeads):
-    """The native operators in ONNX Runtime on the CPU, in models of one node without a function.
-
-    Without the function, only the native operators can run the node.
-    """
+    """The native operators in ONNX Runtime on the CPU, in models of one node without a function."""
 
     name = "native-cpu"
     device = "cpu"
@@ -364,10 +359,7 @@ def _state_types(cache_type: str) -> dict[str, np.dtype[Any]]:
 def node_session(
     op: str, meaning: Any, attributes: dict[str, Any], inputs: list[str], outputs: list[str], infos: dict[str, Any]
 ) -> Any:
-    """Return a session of a model of one node.
-
-    The node's meaning is a list of its function and those of the function's nodes, or the native library at a path.
-    """
+    """Return a session of a model of one node."""
     import onnx
     import onnxruntime
     from onnx import helper

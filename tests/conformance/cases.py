@@ -4,8 +4,6 @@ For each profile (attributes, heads, sizes, dtype) the backend `onnx-function` t
 profiles with several features each. Scenarios (which lanes, how full) cost nothing and run for every profile.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from dataclasses import dataclass, field, replace
@@ -97,10 +95,7 @@ SCENARIOS = [
 
 
 def vote_attention_inputs(profile: Profile, scenario: Scenario) -> Arrays:
-    """Return inputs of VoteAttention.
-
-    Positions are random, votes are fractional, empty slots hold arbitrary numbers.
-    """
+    """Return inputs of VoteAttention."""
     rng = np.random.default_rng(zlib.crc32(f"{profile.name}/{scenario.name}".encode()))
     (query_heads, heads), (key_size, value_size) = profile.heads, profile.sizes
     batch, tokens, capacity = len(scenario.lanes), scenario.tokens, scenario.capacity
@@ -140,10 +135,7 @@ def _scores(rng: np.random.Generator, statistic: Statistic, shape: tuple[int, ..
 
 
 def _positions(rng: np.random.Generator, before: int, count: int) -> np.ndarray:
-    """Return distinct positions, half of them among the latest. The others may be beyond a sliding window.
-
-    Positions of empty slots are below `count`.
-    """
+    """Return distinct positions, half of them among the latest. The others may be beyond a sliding window."""
     low = max(before - 3 * count, 0)
     pool = np.arange(low, max(before, count))
     return rng.permutation(rng.choice(pool, size=count, replace=False))
@@ -313,11 +305,7 @@ def merge_cache_state(
 
 
 def _own_state(profile: MergeProfile, scenario: MergeScenario, state: Arrays) -> Arrays:
-    """Return the reference queries of a method that fits, and nothing for other methods.
-
-    Logits reach the scenario's peak, some queries have not seen the latest slots, and the first row of every second
-    sequence is still empty.
-    """
+    """Return the reference queries of a method that fits, and nothing for other methods."""
     if not isinstance(method := profile.build_method(), Fitting):
         return {}
     rng = np.random.default_rng(5)

@@ -1,7 +1,5 @@
 """Comparisons of a backend's outputs with those of the oracle."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -46,10 +44,7 @@ def assert_near(actual: np.ndarray, expected: np.ndarray, tolerance: float, what
 
 
 def assert_near_each(actual: np.ndarray, expected: np.ndarray, tolerance: float, what: str) -> None:
-    """Assert that |actual - expected| <= tolerance * |expected| for each element.
-
-    The tensors are positive quantities, whose sums have no cancellation.
-    """
+    """Assert that |actual - expected| <= tolerance * |expected| for each element."""
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
     error = np.abs(actual.astype(np.float64) - expected)
     worst = error - tolerance * np.abs(expected) - 1e-30
@@ -61,10 +56,7 @@ def assert_near_each(actual: np.ndarray, expected: np.ndarray, tolerance: float,
 def assert_scores(
     actual: np.ndarray, expected: np.ndarray, statistics: tuple[Statistic, ...], tolerance: float, what: str
 ) -> None:
-    """Assert that two scores [K, slots] are equal within the tolerance.
-
-    It is relative to each sum of probabilities, and to the largest magnitude of the logarithms.
-    """
+    """Assert that two scores [K, slots] are equal within the tolerance."""
     for k, statistic in enumerate(statistics):
         if statistic.kind == "probability":
             assert_near_each(actual[k], expected[k], tolerance, f"{what} {k}")

@@ -3,8 +3,6 @@
 A hash of a case's name decides whether it runs. ``KVEXPORT_EVERY_PTX=1`` runs all of them.
 """
 
-from __future__ import annotations
-
 import os
 import zlib
 

@@ -4,8 +4,6 @@ They need only numpy; on a GPU PyTorch allocates the memory. The libraries are t
 plugins/build.py.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re
@@ -251,16 +249,7 @@ def vote_attention_call(
     value_size: int,
     capacity: Sequence[int] | None = None,
 ) -> Any:
-    """Return a call without its pointers.
-
-    Args:
-        attributes: The attributes.
-        dtype: The type of the query and of the cache.
-        query: [B, Hq, T, D].
-        key: [B, H, C, D], the shape of the keys of heads of one capacity.
-        value_size: The size of a value.
-        capacity: The slots of every KV head, if they differ.
-    """
+    """Return a call without its pointers."""
     batch, query_heads, tokens, _ = query
     capacity = capacity or [key[2]] * key[1]
     sizes = {"heads": key[1], "slots": sum(capacity), "key_size": key[3], "value_size": value_size}
@@ -284,16 +273,7 @@ def merge_cache_call(
     statistics: int,
     capacity: Sequence[int] | None = None,
 ) -> Any:
-    """Return a call without its pointers.
-
-    Args:
-        attributes: The attributes, or a list of those of every KV head.
-        dtype: The type of the cache.
-        key: [B, H, C, D], the shape of the keys of heads of one capacity.
-        value_size: The size of a value.
-        statistics: The number of statistics.
-        capacity: The slots of every KV head, if they differ.
-    """
+    """Return a call without its pointers."""
     batch, heads, slots, key_size = key
     every = attributes if isinstance(attributes, Sequence) else [attributes] * heads
     first, capacity = every[0], capacity or [slots] * heads
@@ -379,10 +359,7 @@ class CudaPtx(CudaOnHost):
 
 
 class PtxCaller(Caller):
-    """A caller that fails on every fault that the PTX runner reports.
-
-    Faults are races, missing fences, copies without a wait, and accesses before earlier launches have ended.
-    """
+    """A caller that fails on every fault that the PTX runner reports."""
 
     begin = EARLY
 

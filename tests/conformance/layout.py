@@ -4,8 +4,6 @@ The oracle and the cases have tensors [B, H, C, ...] of heads of one capacity. A
 them, here called parts: one for each head. This module is written only from docs/reference/contract.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,10 +35,7 @@ def of_heads(name: str, x: np.ndarray, heads: int) -> np.ndarray:
 
 
 def joined(parts: Sequence[Arrays], prefix: str = "") -> tuple[Arrays, Sizes]:
-    """Return the tensors of an operator from those of the parts, and the sizes of the parts.
-
-    The names of state tensors begin with `prefix`, if it is not empty.
-    """
+    """Return the tensors of an operator from those of the parts, and the sizes of the parts."""
     result: Arrays = {}
     for name, first in parts[0].items():
         of_state, each = name.startswith(prefix), [part[name] for part in parts]

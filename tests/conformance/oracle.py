@@ -6,8 +6,6 @@ S as ln S, the oracle does too, but it takes every sum in the linear domain, whe
 +-200. `oracle_rules` defines which slots each method evicts and where they merge.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -3,8 +3,6 @@
 It shares no code with kvexport.ops.experts, on purpose.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

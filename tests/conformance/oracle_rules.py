@@ -4,8 +4,6 @@ The rules are written from the methods' definitions (docs/reference/methods.md a
 of `kvexport.methods` but none of its code.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any

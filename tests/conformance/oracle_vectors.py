@@ -1,7 +1,5 @@
 """The oracle's arithmetic on keys and values, in float64, one vector at a time."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,9 +1,4 @@
-"""Kernels whose PTX lacks a barrier, a fence or a wait, and calls that run them.
-
-The runner of plugins/tests/ptx must report each of these faults.
-"""
-
-from __future__ import annotations
+"""Kernels whose PTX lacks a barrier, a fence or a wait, and calls that run them."""
 
 import re
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 It is written only from docs/reference/contract.md ("A quantized cache").
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 Arrays = dict[str, np.ndarray]

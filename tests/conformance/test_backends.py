@@ -1,7 +1,5 @@
 """Tests of the list of implementations that the conformance suite runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

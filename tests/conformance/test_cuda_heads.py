@@ -4,8 +4,6 @@ The conformance suite (test_heads.py) has three heads. Here are more heads than 
 slots, splits of very different numbers, all types, and properties that the host can show.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from typing import Any
@@ -44,10 +42,7 @@ def heads_of(
     tokens: int = 1,
     statistics: int = 2,
 ) -> list[Arrays]:
-    """Return the inputs of each KV head, with 4 sequences.
-
-    The slots of a head are full but for the new tokens, empty, half full, and full without a new token.
-    """
+    """Return the inputs of each KV head, with 4 sequences."""
     heads = []
     for h, capacity in enumerate(capacities):
         used = [capacity - tokens, 0, (capacity - tokens) // 2, capacity]
@@ -236,10 +231,7 @@ def test_prompts_and_quantized_caches_are_one_sequence_of_launches_for_each_tabl
 def test_splits_fill_the_device_and_are_no_more_than_those_of_equal_heads(
     caller: Caller, batch: int, multiprocessors: int
 ) -> None:
-    """Heads of 256 to 4,096 slots fill the device with about as many blocks as heads of one capacity and as many bytes.
-
-    There are at most a quarter more: more blocks would take more instructions.
-    """
+    """Blocks are at most a quarter more than those of equal heads: more would take more instructions."""
     capacities = [256, 4096, 640, 256, 1024, 2048, 320, 512] * 4
     attributes = VoteAttentionAttributes(0.3, 1.0, BOTH[1:])
 

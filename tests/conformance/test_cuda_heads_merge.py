@@ -5,8 +5,6 @@ has three heads and compares every method with a merge of each head. Here are mo
 above and far below the slots, all types, and properties that the host can show.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
@@ -49,10 +47,7 @@ LAUNCHES = {
 def heads_of(
     method: str, capacities: Sequence[int], dtype: str = "float32", sizes: tuple[int, int] = (16, 24)
 ) -> tuple[list[Arrays], list[MergeCacheAttributes]]:
-    """Return the cache of each KV head, with 4 sequences, and the attributes of its merge.
-
-    The slots of a head are all used, none, half and most. Budgets keep nine tenths of the slots, half of them, or all.
-    """
+    """Return the cache of each KV head, with 4 sequences, and the attributes of its merge."""
     profile, states, attributes = replace(METHODS[method], kv_heads=1, sizes=sizes), [], []
     profile = replace(profile, dtype=dtype if dtype != "bfloat16" else "float32")
     for h, capacity in enumerate(capacities):

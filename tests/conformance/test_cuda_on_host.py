@@ -4,8 +4,6 @@ These tests go beyond the conformance suite: caches of many blocks and splits, a
 properties of the execution that the host can show. None of them uses a GPU.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess
@@ -300,10 +298,7 @@ def merge_case(
     dtype: str = "float32",
     sizes: tuple[int, int] = (32, 32),
 ) -> tuple[Arrays, Any]:
-    """Return caches of hundreds of slots, a tenth of which has to be evicted.
-
-    `sizes` are the sizes of a key and of a value.
-    """
+    """Return caches of hundreds of slots, a tenth of which has to be evicted."""
     rng = np.random.default_rng(3)
     name, _, by_place = method.partition(" by ")
     method_object = all_methods()[name](**parameters)
@@ -508,10 +503,7 @@ def test_calls_beyond_shared_memory_are_refused_before_a_launch(
 
 
 def test_nothing_is_read_or_written_outside_of_any_buffer() -> None:
-    """A sample of these tests and of `test_garbage.py` passes under the address and undefined-behaviour sanitizers.
-
-    Shared memory ends at the size of the launch.
-    """
+    """The sanitizers pass a sample of these and of `test_garbage.py`. Shared memory ends with the launch's size."""
     try:
         library = make.build("cuda-sanitized")
     except make.Missing as error:

@@ -1,9 +1,4 @@
-"""Tests of how the CUDA kernels divide their work on GPUs that this machine lacks, for the shipped recipes' shapes.
-
-They ask the library for the host, which checks every launch and runs none.
-"""
-
-from __future__ import annotations
+"""Tests of how the CUDA kernels divide their work on GPUs that this machine lacks, for the shipped recipes' shapes."""
 
 import ctypes
 import re
@@ -96,10 +91,7 @@ def test_a_decode_step_keeps_the_multiprocessors_busy(caller: Caller, name: str,
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", SHAPES)
 def test_blocks_of_a_merge_fill_the_device_and_no_more(caller: Caller, name: str, device: str) -> None:
-    """The blocks of a merge's launches fill the device but do not grow with the slack.
-
-    A merge has places for the slots that some decoded tokens evict, not for those that a chunk could evict.
-    """
+    """A merge has places for the slots that some decoded tokens evict, not for those that a chunk could evict."""
     recipe, _, layers = layers_of(name)
     method, many = recipe.cache.build_method(), DEVICES[device][0]
     for layer in layers:

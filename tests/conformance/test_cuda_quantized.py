@@ -1,10 +1,4 @@
-"""The CUDA kernels over a quantized cache, run on the host, beyond the cases of the conformance suite.
-
-The caches have many blocks and splits, all head and group sizes, and every type of a query. Some tests check the
-execution itself, as in test_cuda_on_host.py.
-"""
-
-from __future__ import annotations
+"""The CUDA kernels over a quantized cache, run on the host, beyond the cases of the conformance suite."""
 
 from typing import Any
 
@@ -53,11 +47,7 @@ def hold_to_oracle(
     tolerance: float = 4e-5,
     single: float = 4e-5,
 ) -> None:
-    """Assert that attention over a quantized cache equals the oracle's.
-
-    New rows are stored as the oracle stores them, for float32 and float16 queries. The output and the scores are those
-    of the stored rows.
-    """
+    """Assert that attention over a quantized cache equals the oracle's."""
     actual = caller.vote_attention(inputs, attributes)
     exact = {name: float32_of(x) if x.dtype == np.uint16 else x for name, x in inputs.items()}
     clean = exact | {f"past_{n}_scale": np.nan_to_num(exact[f"past_{n}_scale"]) for n in ("key", "value")}

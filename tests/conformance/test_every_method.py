@@ -1,7 +1,5 @@
 """Tests of every method through both operators: sequences far beyond the budget; shorter ones stay unchanged."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -105,10 +103,7 @@ def test_twenty_times_the_budget_stays_finite_and_bounded(backend: Backend, prof
 
 @every_profile
 def test_within_the_budget_attention_is_the_uncompressed_models(profile: MergeProfile) -> None:
-    """Within the budget attention is the softmax attention over all tokens, in chunks and single tokens.
-
-    The merge after each call changes nothing.
-    """
+    """The merge after each call changes nothing."""
     if profile.sliding_window:
         profile = replace(profile, sliding_window=0)
     length, rng = 20, np.random.default_rng(12)
@@ -139,10 +134,7 @@ def test_within_the_budget_attention_is_the_uncompressed_models(profile: MergePr
 @pytest.mark.parametrize("recency_weight", [1.0, 1.2])
 @pytest.mark.parametrize("logit", [-150.0, 0.0, 3.0, 150.0])
 def test_a_constant_score_stays_unchanged_with_any_queries(window: int, recency_weight: float, logit: float) -> None:
-    """A log_ema with a window and a recency weight is exact for a constant logit.
-
-    Its correction depends only on the slot's age.
-    """
+    """The correction of a log_ema depends only on the slot's age."""
     from kvexport.methods.slots import Statistic
 
     profile = MergeProfile("constant", "keepkv", {"decay": 0.95})

@@ -1,9 +1,4 @@
-"""The kernels of Experts, its ONNX function and PyTorch compute the same as the oracle.
-
-The kernels run in ONNX Runtime's CPU provider.
-"""
-
-from __future__ import annotations
+"""The kernels of Experts, its ONNX function and PyTorch compute the same as the oracle."""
 
 from dataclasses import replace
 from typing import Any
@@ -55,10 +50,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 def draw(form: ExpertsForm, tokens: int, count: int, top_k: int, *, hidden: int = 192, inner: int = 96) -> Arrays:
-    """Return random tensors of a call, in float64.
-
-    The last of several experts is rarely chosen, and two indices belong to no expert.
-    """
+    """Return random tensors of a call, in float64."""
     rng = np.random.default_rng(tokens + count)
     picked = [rng.permutation(count)[:top_k] for _ in range(tokens)]
     indices = np.array(picked, np.int64).reshape(tokens, top_k)

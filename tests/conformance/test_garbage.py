@@ -8,8 +8,6 @@ counters at zero. It must read or write nothing outside of a buffer: `test_cuda_
 file under the sanitizers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Both operators over KV heads of several capacities, used slots, budgets and recent windows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Every backend's MergeCache against the float64 oracle, the contract's invariants, and long runs of both operators."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -92,10 +90,7 @@ def test_equals_the_oracle(backend: Backend, profile: MergeProfile, scenario: Me
 def test_a_fit_after_a_merge_whose_keys_are_turned_equals_the_oracle(
     backend: Backend, dtype: str, scenario: MergeScenario
 ) -> None:
-    """A fit equals the oracle after a merge that rotates keys.
-
-    It is not among MERGE_PROFILES, because the functions take seconds to trace each of those.
-    """
+    """This profile is not among MERGE_PROFILES, because the functions take seconds to trace each of those."""
     profile = next(p for p in MERGE_PROFILES if p.name == "attention-matching-after-ballot")
     test_equals_the_oracle(backend, replace(profile, dtype=dtype, rotary=BY_PLACE), scenario)
 

@@ -1,9 +1,4 @@
-"""The host's version of tensor cores (plugins/cuda/core/mma.h) has the layout that PTX defines.
-
-All other host tests of kernels on tensor cores rely on this.
-"""
-
-from __future__ import annotations
+"""The host's version of tensor cores (plugins/cuda/core/mma.h) has the layout that PTX defines."""
 
 import ctypes
 import itertools
@@ -89,10 +84,7 @@ def test_elements_are_placed_as_in_the_figures_of_the_ptx_isa(library: ctypes.CD
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("rows", [0, 1], ids=["keys", "values"])
 def test_a_product_of_operands_from_shared_memory(library: ctypes.CDLL, dtype: str, rows: int) -> None:
-    """A product of matrices loaded from shared memory is exact for whole numbers, as all sums are.
-
-    Rows of memory are 24 elements apart, and only 16 of them are read.
-    """
+    """Rows of memory are 24 elements apart, and only 16 of them are read."""
     rng, memory = np.random.default_rng(0), HostMemory()
     exact = rng.integers(-8, 9, size=(2, 2, 16, 24)).astype(np.float32)
     a, b = (memory.put(bfloat16(x) if dtype == "bfloat16" else x.astype(np.float16)) for x in exact)

@@ -1,9 +1,4 @@
-"""The search for the nearest targets of 16-bit keys on tensor cores (plugins/cuda/merge/nearest_mma.h), on the host.
-
-The tests cover all edges of its tiles, each measure, and equal keys.
-"""
-
-from __future__ import annotations
+"""The search for the nearest targets of 16-bit keys on tensor cores (plugins/cuda/merge/nearest_mma.h), on the host."""
 
 from dataclasses import replace
 from typing import Any
@@ -57,10 +52,7 @@ def hold_to_oracle(caller: Caller, state: Arrays, attributes: Any, dtype: str) -
 def test_targets_are_those_of_the_meaning(
     caller: Caller, method: str, parameters: dict[str, Any], sizes: tuple[int, int], dtype: str
 ) -> None:
-    """The targets are right for head sizes that are multiples of 64 elements and others, and tiles of 128 and 64 rows.
-
-    There are several splits, and slots are in any order.
-    """
+    """The caches have several splits, and slots are in any order."""
     set_host(caller.library, multiprocessors=9)
     state, attributes = one_head(method, parameters, 16, in_order=sizes[0] != 40, dtype=dtype, sizes=sizes)
     hold_to_oracle(caller, state, attributes, dtype)
@@ -123,10 +115,7 @@ def test_ties_go_to_the_first_slot(caller: Caller, method: str, parameters: dict
 
 @pytest.mark.parametrize("apart", [437, 1_000_000], ids=["in-two-windows", "each-in-one"])
 def test_positions_are_as_far_apart_as_they_may_be(caller: Caller, apart: int) -> None:
-    """Positions may be far apart.
-
-    Slots are sorted with one bit per position, in windows of 131,072 positions.
-    """
+    """Slots are sorted with one bit per position, in windows of 131,072 positions."""
     state, attributes = one_head("ballot", {}, 16, in_order=False, dtype="float16")
     state["position"] = state["position"] // 2 * apart + state["position"] % 2
     hold_to_oracle(caller, state, replace(attributes, recent=40 * apart), "float16")

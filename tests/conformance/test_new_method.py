@@ -1,7 +1,5 @@
 """A method is one file, which runs in PyTorch and as an ONNX function, and satisfies the contract."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator

@@ -1,9 +1,4 @@
-"""Tests of merge policies: which methods are policies, two invented ones, and random ones.
-
-Each invented policy is a file of Python. All backends run them, and all random policies equal PyTorch's result.
-"""
-
-from __future__ import annotations
+"""Tests of merge policies: which methods are policies, two invented ones, and random ones."""
 
 import random
 import sys
@@ -171,10 +166,7 @@ def made_up(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_recombination_of_primitives_is_native_by_one_file_of_python(made_up: MergeProfile) -> None:
-    """A policy that recombines known rules runs natively on every backend that this machine can run.
-
-    test_backends.py lists the other backends.
-    """
+    """test_backends.py lists the other backends."""
     for scenario in MERGE_SCENARIOS:
         attributes, state = made_up.attributes(scenario.budget), merge_cache_state(made_up, scenario)
         right = state_of(Torch().merge_cache(state, attributes))
@@ -216,10 +208,7 @@ class AnyPolicy(Method):
 
 
 def any_policy(rng: random.Random) -> AnyPolicy:
-    """Return a policy with random words, random numbers among a few, and the statistics that it needs.
-
-    It has no fit, and no rule that needs one.
-    """
+    """Return a policy with random words, random numbers among a few, and the statistics that it needs."""
     words = {a.name: [word for word in a.words if word != "attended"] for a in POLICY if a.kind == "word"}
     fields: dict[str, Any] = {name: rng.choice(known) for name, known in words.items()}
     fields |= {"pooled": rng.choice([1, 3, 5]), "eviction_pool": rng.choice([1, 2, 4]), "tau": rng.choice([0.0, 0.3])}

@@ -5,8 +5,6 @@ The tests cover the edges of its tiles, and all kinds of chunks. A block takes 1
 compared with the float64 oracle, large ones with the operator's definition in PyTorch.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

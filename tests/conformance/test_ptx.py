@@ -4,8 +4,6 @@ The runner finds mutants that lack an instruction that orders memory. The kernel
 round trips than plugins/cuda/instructions.json records.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,9 +1,4 @@
-"""Both operators over a quantized cache, in every backend that has it, against the float64 oracle.
-
-The oracle reads the values of the stored numbers, and its results are stored again.
-"""
-
-from __future__ import annotations
+"""Both operators over a quantized cache, in every backend that has it, against the float64 oracle."""
 
 import zlib
 from collections.abc import Sequence

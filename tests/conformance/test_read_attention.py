@@ -1,7 +1,5 @@
 """A layer that reads another layer's cache with that layer's own queries gets that layer's output."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

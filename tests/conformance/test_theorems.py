@@ -4,8 +4,6 @@ The tests compute attention before and after a merge in float64, from its defini
 recent slots (`cases.SINKS`, `RECENT`). Both heads of a profile have random caches of their own.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -37,10 +35,7 @@ def on(*names: str) -> Any:
 def head_of(
     profile: MergeProfile, key: np.ndarray, value: np.ndarray, *, votes: Any = None, logit: Any = None, mass: Any = None
 ) -> Arrays:
-    """Return one head with slots at positions 0, 1, ...
-
-    Its `log_ema` corrects to `logit`, and its sums of probabilities are `mass`.
-    """
+    """Return one head with slots at positions 0, 1, ..."""
     count = len(key)
     position = np.arange(count)
     score = np.zeros((len(profile.statistics), count))
@@ -358,10 +353,7 @@ WHOLE = [
 
 @on(*(profile.name for profile in WHOLE))
 def test_no_token_is_counted_twice_and_ballot_and_zeromerge_lose_none(backend: Backend, profile: MergeProfile) -> None:
-    """No merge counts a token twice, and ballot and zeromerge lose none.
-
-    Votes are powers of two, so the votes of a slot tell which tokens it stands for.
-    """
+    """Votes are powers of two, so the votes of a slot tell which tokens it stands for."""
     state = merge_cache_state(profile, BINARY)
     for b, row in enumerate(BINARY.used):
         for h, used in enumerate(row):

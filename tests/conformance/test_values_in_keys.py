@@ -4,8 +4,6 @@ The oracle stores them: its cache has the same numbers as values. An operator wi
 output and the same keys, votes, scores and positions.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

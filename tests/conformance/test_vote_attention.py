@@ -1,7 +1,5 @@
 """Every backend's VoteAttention against the float64 oracle, and the invariants of the contract."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

@@ -1,10 +1,4 @@
-"""Tests of the images' files, read as Docker reads them.
-
-They have several stages, bases pinned by arguments, a user other than root, and copy only existing files. Docker itself
-is not needed, so these tests do not show that an image can be built.
-"""
-
-from __future__ import annotations
+"""Tests of the images' files, read as Docker reads them."""
 
 import json
 import re

@@ -1,7 +1,5 @@
 """Tests of docker/kubernetes.yaml."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import typer

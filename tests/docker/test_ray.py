@@ -1,7 +1,5 @@
 """Tests of docker/ray_serve.py: with a replacement of Ray, and with a real Ray if it is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import runpy
 import signal

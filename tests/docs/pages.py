@@ -1,7 +1,5 @@
 """Functions that read the pages of the documentation: their headings, links and blocks of code."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +14,7 @@ RUN_MARK = "<!-- test: run -->"
 
 
 class Block(NamedTuple):
-    """A fenced block of code, and the numbers of its first and last line, which are fences.
-
-    `run` is whether the page marks the block as one that a test runs.
-    """
+    """A fenced block of code, and the numbers of its first and last line, which are fences."""
 
     line: int
     end: int

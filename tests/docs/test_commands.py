@@ -5,8 +5,6 @@ block of its page built. All other commands are compared with the options of the
 the Makefile.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Links of the pages lead to files and headings that exist, and every page is reached from the index."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The site builds without a warning, and its reference shows the public names and the options."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A device that begins the next call before the host has read the tokens of the last one changes no answer."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from functools import partial
@@ -20,10 +18,11 @@ from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.engine.request import Request
 from kvexport.errors import KvexportError, UsageError
+from kvexport.export.build import build
 from kvexport.language.grammar import Grammar
 from kvexport.state.snapshot import Snapshot
 from tests.support.hybrids import CONFIGS
-from tests.support.models import build_shared, make_recipe, save_checkpoint
+from tests.support.models import make_recipe, save_checkpoint
 from tests.support.on_device import onto_device
 from tests.support.tensorrt_artifacts import engines as tensorrt_engines
 from tests.support.tiny_model import PROMPTS, RECIPE, generated
@@ -76,7 +75,7 @@ def artifact(request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_fac
         request.param, RECIPE["cache"]
     )
     recipe = make_recipe(checkpoint, cache=cache, export=RECIPE["export"], limits=RECIPE["limits"])
-    return build_shared(recipe, folder / "artifact")
+    return build(recipe, folder / "artifact")
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["runs", "graphs"])

@@ -1,7 +1,5 @@
 """Tests of one engine with many callers: threads, and tasks of an event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from pathlib import Path

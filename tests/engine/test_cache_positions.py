@@ -1,9 +1,4 @@
-"""Positions in the cache, compared with a decoder that keeps unrotated keys and rotates all of them in every call.
-
-Sessions go far beyond the trained length.
-"""
-
-from __future__ import annotations
+"""Positions in the cache, compared with a decoder that keeps unrotated keys and rotates all of them in every call."""
 
 from pathlib import Path
 from typing import Any
@@ -18,11 +13,12 @@ from kvexport.artifact.reading import load_manifest
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.engine.request import Request
+from kvexport.export.build import build
 from kvexport.recipe.fields import MOST, Recipe
 from kvexport.state.snapshot import Snapshot
 from kvexport.validate.runner import validate_artifact
 from tests.support.http_server import running
-from tests.support.models import build_shared, make_recipe, random_ids
+from tests.support.models import make_recipe, random_ids
 from tests.support.schedules import Alone, Schedule
 
 BUDGET, CHUNK, SINKS, RECENT, EVERY = 32, 16, 2, 12, 4
@@ -41,12 +37,12 @@ def recipe_of(checkpoint: Path, method: str) -> Recipe:
 
 @pytest.fixture(scope="module")
 def streaming(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_shared(recipe_of(tiny_checkpoint, "streaming"), tmp_path_factory.mktemp("streaming") / "artifact")
+    return build(recipe_of(tiny_checkpoint, "streaming"), tmp_path_factory.mktemp("streaming") / "artifact")
 
 
 @pytest.fixture(scope="module")
 def merging(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_shared(recipe_of(tiny_checkpoint, "keepkv"), tmp_path_factory.mktemp("keepkv") / "artifact")
+    return build(recipe_of(tiny_checkpoint, "keepkv"), tmp_path_factory.mktemp("keepkv") / "artifact")
 
 
 class Rerotating:
@@ -141,10 +137,7 @@ def test_lanes_of_a_batch_equal_solo_runs(streaming: Path) -> None:
 
 
 def shifted(engine: Engine, ids: np.ndarray, by: int) -> list[np.ndarray]:
-    """Return the logits of the second half of `ids`, after the session was made `by` tokens older.
-
-    All positions but those of sinks are increased.
-    """
+    """Return the logits of the second half of `ids`, after the session was made `by` tokens older."""
     lanes, half = engine.lanes(1), len(ids) // 2
     lanes.prefill([ids[:half]])
     state: Any = lanes.state
@@ -159,10 +152,7 @@ def shifted(engine: Engine, ids: np.ndarray, by: int) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("by", [10**9, MOST - 300])
 def test_logits_are_equal_a_thousand_million_tokens_later(merging: Path, by: int) -> None:
-    """A thousand million tokens later the logits are the same.
-
-    Only the ages of statistics count from the beginning, and they are differences.
-    """
+    """Only the ages of statistics count from the beginning, and they are differences."""
     engine = load(merging)
     (ids,) = random_ids(4, 192, vocabulary=64)
     for late, early in zip(shifted(engine, ids, by), shifted(engine, ids, 0), strict=True):
@@ -170,10 +160,7 @@ def test_logits_are_equal_a_thousand_million_tokens_later(merging: Path, by: int
 
 
 def test_answers_of_random_schedules_equal_solo_answers(merging: Path, tmp_path: Path) -> None:
-    """Requests with forks, snapshots, sessions and preemption are answered as alone.
-
-    A place depends only on the state of its lane.
-    """
+    """A place depends only on the state of its lane."""
     *engines, other = (load(merging) for _ in range(3))
     for seed in range(4):
         Schedule(engines, Alone(other), tmp_path / str(seed), 500 + seed).run(15)
@@ -190,7 +177,6 @@ def test_a_conversation_moves_between_processes_beyond_the_trained_length(mergin
             engine.add(request)
             while engine.busy:
                 engine.step()
-            assert request.snapshot is not None
             answers.append([token.id for token in request.tokens])
             data = request.snapshot.to_bytes()
             starts[side] = request.snapshot if side == 0 else Snapshot.from_bytes(data, engines[1 - i % 2].manifest)

@@ -1,7 +1,5 @@
 """Tests of the engine: batches, chunks, ends, seeds, idle lanes, reuse, and the bounds of a cache."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -17,6 +15,7 @@ from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
 from kvexport.engine.load import load
 from kvexport.errors import UsageError
+from kvexport.export.build import build
 from kvexport.language.token import Token
 from tests.conformance.layout import of_heads
 from tests.support import models
@@ -48,7 +47,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
         export={"prefill_chunk": CHUNK, "logits": "all"},
         limits={"max_length": MAX_LENGTH, "max_batch": 4},
     )
-    loaded = load(models.build_shared(recipe, folder / "artifact"))
+    loaded = load(build(recipe, folder / "artifact"))
     assert len({layer.budget for layer in loaded.plan.caches}) == 3
     return loaded
 

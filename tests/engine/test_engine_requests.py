@@ -1,7 +1,5 @@
 """Requests that join, leave, fail and end while others run. Each gets the answer that it would get alone."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Requests with images: merges, batches, prefixes, forks, snapshots, chat and the command line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

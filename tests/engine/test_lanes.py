@@ -1,7 +1,5 @@
 """Tests of the calls that lanes make to a backend."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -102,10 +100,7 @@ def test_a_prompt_without_room_merges_where_the_room_ends() -> None:
 
 @pytest.mark.parametrize("kind", [lanes_of, lanes_that_read_whole_prompts])
 def test_no_lane_merges_before_its_announced_number_of_tokens(kind: Callable[[int], tuple[Lanes, Recorder]]) -> None:
-    """No lane merges before the tokens that it announces have come, for random prompts and single tokens.
-
-    In some cases the merge comes exactly after the announced number of tokens.
-    """
+    """In some cases the merge comes exactly after the announced number of tokens."""
     lanes, recorder = kind(1)
     rng, announced, exact = np.random.default_rng(1), list[int](), 0
     for _ in range(400):

@@ -1,7 +1,5 @@
 """Tests of prompts that the full cache reads and that are compressed once, at their end (`cache.merge_prompts`)."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from kvexport.engine.prefixes import Prefixes
 from kvexport.engine.request import Request
 from kvexport.errors import SnapshotError, UsageError
 from kvexport.evaluate.tasks import Sample
-from kvexport.export.build import plan_memory
+from kvexport.export.build import build, plan_memory
 from kvexport.recipe.fields import Recipe
 from kvexport.state.periodic import by_heads
 from kvexport.state.snapshot import Snapshot
@@ -48,7 +46,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path) -> Engine:
-    return load(models.build_shared(recipe_of(checkpoint, merge_prompts="end"), checkpoint.parent / "once"))
+    return load(build(recipe_of(checkpoint, merge_prompts="end"), checkpoint.parent / "once"))
 
 
 def used(engine: Engine, state: Any) -> list[list[int]]:
@@ -81,7 +79,6 @@ def test_questions_follow_a_context_that_was_compressed_once(engine: Engine) -> 
     settings = engine.settings(max_new_tokens=4, do_sample=False, ignore_eos=True)
     first = Request(context, settings, keep=True)
     finish(engine, first, Request(models.random_ids(5, 20)[0].tolist(), settings))
-    assert first.snapshot is not None
     at = BUDGET + first.snapshot.length - PROMPT
     assert used(engine, first.snapshot.state) == [[at] * 2] * len(engine.plan.caches), "no answer's token merged yet"
     requests = [Request(ids, settings, start=first.snapshot, keep=True) for ids in (question, other)]

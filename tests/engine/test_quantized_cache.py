@@ -1,9 +1,4 @@
-"""Engines over quantized caches equal PyTorch at every step, with half the bytes.
-
-Their state can be saved and restored. Backends without quantized caches refuse them by name.
-"""
-
-from __future__ import annotations
+"""Engines over quantized caches equal PyTorch at every step, with half the bytes."""
 
 import json
 from pathlib import Path
@@ -22,6 +17,7 @@ from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.engine.request import Request
 from kvexport.errors import ArtifactError, SnapshotError, UsageError
+from kvexport.export.build import build
 from kvexport.plan.cache import LayerGeometry
 from kvexport.plan.planner import plan_cache
 from kvexport.recipe.fields import Recipe
@@ -30,7 +26,7 @@ from kvexport.state.periodic import SelectedCache
 from kvexport.state.snapshot import Snapshot
 from kvexport.validate.runner import validate_artifact
 from plugins.building import make
-from tests.support.models import build_shared, make_recipe
+from tests.support.models import make_recipe
 from tests.support.tiny_model import PROMPTS, RECIPE, generated
 
 SMALL = {**RECIPE["cache"], "dtype": "int8"}
@@ -42,7 +38,7 @@ def recipe_of(checkpoint: Path, **cache: object) -> Recipe:
 
 @pytest.fixture(scope="module")
 def artifact(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_shared(recipe_of(tiny_checkpoint), tmp_path_factory.mktemp("int8") / "artifact")
+    return build(recipe_of(tiny_checkpoint), tmp_path_factory.mktemp("int8") / "artifact")
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +105,7 @@ def test_a_request_continues_from_a_snapshot_of_its_bytes(engine: Engine, tiny_a
 
 
 def test_keys_of_8_bits_go_with_values_of_4(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    artifact = build_shared(recipe_of(tiny_checkpoint, dtype="k8v4"), tmp_path / "artifact")
+    artifact = build(recipe_of(tiny_checkpoint, dtype="k8v4"), tmp_path / "artifact")
     result = validate_artifact(artifact, length=70)
     assert result.passed, result.problem
     assert result.in_place_identical and result.head_merges

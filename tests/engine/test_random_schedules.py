@@ -1,7 +1,5 @@
 """Tests of forty random schedules. `benchmarks/correctness/schedules.py` runs a thousand."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

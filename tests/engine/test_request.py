@@ -1,7 +1,5 @@
 """Tests of a request's states: their order, and the effects of each change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of the scheduler without an engine, under random schedules and for all its rules."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Speculative decoding does not change answers, whatever is drafted, and a rejected token leaves no trace."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from functools import partial
@@ -20,7 +18,8 @@ from kvexport.engine.load import load
 from kvexport.engine.request import Request
 from kvexport.engine.speculation import LONGEST, SHORTEST, follow
 from kvexport.errors import UsageError
-from tests.support.models import SIZES, build_shared, make_recipe, random_ids, save_checkpoint
+from kvexport.export.build import build
+from tests.support.models import SIZES, make_recipe, random_ids, save_checkpoint
 from tests.support.on_device import onto_device
 from tests.support.schedules import Alone, Schedule
 from tests.support.speculation import SETTINGS, generated, prompts, recipe_of
@@ -31,7 +30,7 @@ ROUNDING = 1e-4  # tolerance of logits: a call with more rows adds them in anoth
 
 @pytest.fixture(scope="module")
 def artifact(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_shared(recipe_of(tiny_checkpoint), tmp_path_factory.mktemp("speculating") / "artifact")
+    return build(recipe_of(tiny_checkpoint), tmp_path_factory.mktemp("speculating") / "artifact")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,7 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """An engine whose layers see 24 tokens, and whose cache drops earlier ones in merges."""
     folder = tmp_path_factory.mktemp("windowed")
     save_checkpoint(folder / "checkpoint", MistralConfig(**SIZES, sliding_window=24))
-    return load(build_shared(recipe_of(folder / "checkpoint", merge_every=4), folder / "artifact"))
+    return load(build(recipe_of(folder / "checkpoint", merge_every=4), folder / "artifact"))
 
 
 class Guessing:
@@ -162,10 +161,7 @@ def test_a_rollback_restores_the_state_bit_by_bit(engine: Engine) -> None:
 
 
 def test_rows_of_one_call_are_those_of_single_calls_but_for_rounding(engine: Engine) -> None:
-    """Rows of one call equal those of single calls within rounding.
-
-    So greedy answers differ only where two logits are nearly equal.
-    """
+    """Greedy answers differ only where two logits are nearly equal."""
     (ids,) = random_ids(8, 300, vocabulary=64)
     single, several = engine.lanes(1), engine.lanes(1)
     for each in (single, several):
@@ -259,7 +255,7 @@ def test_a_cache_that_merges_is_refused(
     tiny_checkpoint: Path, tmp_path: Path, cache: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(UsageError, match=problem) as caught:
-        build_shared(recipe_of(tiny_checkpoint, **cache), tmp_path / "artifact")
+        build(recipe_of(tiny_checkpoint, **cache), tmp_path / "artifact")
     assert "cache.method=full" in caught.value.fix
     assert not (tmp_path / "artifact").exists()
 

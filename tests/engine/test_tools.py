@@ -1,7 +1,5 @@
 """Tests of tools, formats and log probabilities in Python. The model is random, so grammars set its text."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of eval's files: each is complete or absent, and the error about a full disk names the file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

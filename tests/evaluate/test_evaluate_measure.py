@@ -1,7 +1,5 @@
 """Tests of eval's measurements of an engine, against Hugging Face's logits and closed forms."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of recall: questions to copies of one cache, and the layers on which recall depends."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +31,6 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 def text(engine: Engine) -> Passage:
-    assert engine.tokenizer is not None
     encode = partial(engine.tokenizer.encode, add_special_tokens=False)
     filler = ["then many came ."] * 60
     return passage(encode, filler, FACTS, LENGTH, np.random.default_rng(3))
@@ -41,7 +38,6 @@ def text(engine: Engine) -> Passage:
 
 def test_a_passage_has_each_fact_once_and_the_requested_length(full: Engine) -> None:
     passage = text(full)
-    assert full.tokenizer is not None
     words = full.tokenizer.decode(passage.ids)
     assert all(words.count(fact.removesuffix(" .")) == 1 for fact, _, _ in FACTS)
     assert LENGTH - 6 < len(passage.ids) <= LENGTH
@@ -69,10 +65,7 @@ def test_a_large_budget_equals_the_full_cache_and_a_small_one_does_not(full: Eng
 def test_a_known_question_is_answered_as_after_one_chunk_of_passage_and_question(
     method: str, full: Engine, tmp_path: Path
 ) -> None:
-    """A known question is answered as after one chunk with passage and question.
-
-    Scores with a window count a call's last queries, so they equal those of one call.
-    """
+    """Scores with a window count a call's last queries, so they equal those of one call."""
     passage = text(full)
     engine = engine_of(
         tmp_path / "one", "tiny-base", f"cache.method={method}", "cache.budget=40", "export.prefill_chunk=240"

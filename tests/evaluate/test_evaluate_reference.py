@@ -1,7 +1,5 @@
 """Tests of the full cache's predictions on disk: they change only by a known rounding, and are complete or absent."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock

@@ -1,9 +1,4 @@
-"""Tests of the tasks: the answer can be read in the prompt, and cannot be guessed.
-
-Intervals and metrics equal closed forms.
-"""
-
-from __future__ import annotations
+"""Tests of the tasks: the answer can be read in the prompt, and cannot be guessed."""
 
 import json
 import math

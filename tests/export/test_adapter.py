@@ -1,7 +1,5 @@
 """Tests of LoRA adapters: a build adds the same matrices as PEFT, and refuses an adapter that does not fit."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

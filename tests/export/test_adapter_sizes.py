@@ -1,7 +1,5 @@
 """The plan counts LoRA adapters of the projections that a build gives adapters, and of no others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

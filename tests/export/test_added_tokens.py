@@ -1,7 +1,5 @@
 """Tests of tokens and settings beside tokenizer.json: an artifact's tokenizer gives transformers' ids."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of work that runs beside the trace of a build: weights are written meanwhile, and stop when the trace fails."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys
@@ -94,7 +92,7 @@ def test_a_checkpoint_that_is_rewritten_during_its_build_is_not_published(
 def test_the_manifest_has_the_digest_of_every_file(tmp_path: Path) -> None:
     checkpoint = models.save_checkpoint(tmp_path / "checkpoint", models.llama(), shard="60KB")
     recipe = models.make_recipe(checkpoint, cache={"method": "full"}, limits={"max_length": 512})
-    files = load_manifest(models.build_shared(recipe, tmp_path / "artifact"), verify=True).files
+    files = load_manifest(builder.build(recipe, tmp_path / "artifact"), verify=True).files
     assert [name for name in files if name.endswith(".weights")] == ["decoder.weights"]
 
 
@@ -165,10 +163,10 @@ def test_a_merge_traced_in_another_process_is_not_traced_again(
     monkeypatch.setattr(onnx_function, "_merge_functions", {})
     checkpoint = models.save_checkpoint(tmp_path / "checkpoint", models.llama())
     recipe = models.make_recipe(checkpoint, cache={"method": "streaming", "budget": 64}, limits={"max_length": 512})
-    first = models.build_shared(recipe, tmp_path / "first")
+    first = builder.build(recipe, tmp_path / "first")
     monkeypatch.setattr(forked, "can_fork", lambda: False)
     monkeypatch.setattr(onnx_function, "_trace_merge_cache", traces)
-    second = models.build_shared(recipe, tmp_path / "second")
+    second = builder.build(recipe, tmp_path / "second")
     assert (first / "merge.onnx").read_bytes() == (second / "merge.onnx").read_bytes()
 
 

@@ -1,7 +1,5 @@
 """The cache reaches a model under the name that its version of transformers has for it."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

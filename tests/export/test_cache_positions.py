@@ -1,7 +1,5 @@
 """Tests of positions in the cache: which models and recipes can have them, and which errors the others get."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of a checkpoint's source: a directory, or a hub, which runs on this machine for the tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -83,13 +81,7 @@ def test_a_hub_id_is_downloaded_without_pickles_and_code_and_reused_offline(
     ("hub_id", "revision", "kind", "problem", "fix"),
     [
         ("org/name", "none", UsageError, "no revision 'none'", "model.revision"),
-        (
-            "org/unknown",
-            None,
-            UsageError,
-            "no local directory 'org/unknown', and the hub has no public model",
-            "hf auth login",
-        ),
+        ("org/unknown", None, UsageError, "directory 'org/unknown', and the hub has no public model", "hf auth login"),
         ("gated/name", None, EnvironmentProblem, "gated", "hf auth login"),
         ("broken/name", None, EnvironmentProblem, "'broken/name'", "hf download broken/name"),
     ],

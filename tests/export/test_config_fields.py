@@ -1,7 +1,5 @@
 """A config.json with fields of a wrong type or size is refused, and the error names the field."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,9 +1,4 @@
-"""Families of decoders: with a budget for the whole sequence, an artifact's logits equal Hugging Face's.
-
-This holds under every method.
-"""
-
-from __future__ import annotations
+"""Families of decoders: with a budget for the whole sequence, an artifact's logits equal Hugging Face's."""
 
 import itertools
 from collections.abc import Callable
@@ -32,6 +27,7 @@ from transformers import (
 
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
+from kvexport.export.build import build
 from kvexport.methods import all_methods
 from tests.support import models
 from tests.support.tensorrt_walk import artifact_problems
@@ -187,7 +183,7 @@ class Workshop:
             export={"prefill_chunk": CHUNK, "logits": "all"},
             limits={"max_length": MAX_LENGTH, "max_batch": 3},
         )
-        artifact = models.build_shared(recipe, self.folder / f"{name}-{method}-{dtype}")
+        artifact = build(recipe, self.folder / f"{name}-{method}-{dtype}")
         assert not artifact_problems(artifact)  # TensorRT's parser accepts all nodes
         return load(artifact)
 

@@ -1,7 +1,5 @@
 """Checkpoints in 4-bit floats have the values that their authors' code computes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

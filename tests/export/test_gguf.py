@@ -1,7 +1,5 @@
 """Tests of GGUF files: their blocks equal ggml's bit for bit, damage is reported, and a file becomes an artifact."""
 
-from __future__ import annotations
-
 import random
 import struct
 from pathlib import Path
@@ -202,10 +200,7 @@ def test_other_architectures_are_those_of_transformers(tmp_path: Path, kind: str
 
 
 def test_sentencepiece_merges_the_pair_of_highest_score(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    """A sentencepiece tokenizer without merges in the file merges the pairs of the highest scores.
-
-    A first token is added if the file has no setting for it, as in llama.cpp.
-    """
+    """A first token is added if the file has no setting for it, as in llama.cpp."""
     from kvexport.export.model.gguf_model import write_texts
 
     tokens = [

@@ -1,7 +1,5 @@
 """GGUF files of each architecture give the tensors, sizes and settings of the model from which they were made."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -238,7 +236,6 @@ def file_of(kind: str, folder: Path) -> tuple[Path, Any, dict[str, NDArray[Any]]
     values: dict[str, NDArray[Any]] = {}
     for parameter, tensor in model.named_parameters():
         match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+?)(?:\.(weight|bias))?", parameter)
-        assert match
         layer, own, ending = match.groups()
         weight = (tensor.detach() + torch.rand_like(tensor) * 0.1).numpy()
         stem = f"blk.{layer}." if layer else ""

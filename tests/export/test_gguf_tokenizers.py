@@ -1,7 +1,5 @@
 """Tokenizers and end tokens of GGUF files: the ids are llama.cpp's and sentencepiece's, where these packages are."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from collections.abc import Callable
@@ -241,7 +239,6 @@ def test_rotary_positions_are_scaled_as_in_llama_cpp(
 def test_a_template_for_tools_is_kept(tmp_path: Path) -> None:
     templates = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "{{ tools | length }} tools"}
     template = read_chat_template(texts_of(byte_level(tmp_path, "qwen2", **templates)))
-    assert template is not None
     message = [{"role": "user", "content": "x"}]
     assert [template.render(message, tools) for tools in (None, [{}])] == ["plain", "1 tools"]
 

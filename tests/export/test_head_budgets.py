@@ -1,7 +1,5 @@
 """Tests of budgets of single KV heads."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace

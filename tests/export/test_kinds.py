@@ -1,7 +1,5 @@
 """Every kind of decoder passes `validate` with budgets that evict, and equals transformers' model before it evicts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from kvexport.export.build import build
 from kvexport.export.hooks.attention import PassThroughCache
 from kvexport.validate.result import ValidationResult
 from kvexport.validate.runner import validate_artifact
@@ -62,7 +61,7 @@ def validated(config: PretrainedConfig, folder: Path, method: str) -> Validation
         model.save_pretrained(checkpoint)
     cache = {"method": method, "budget": BUDGET, "sinks": 4, "recent": 4, "merge_every": 4}
     recipe = models.make_recipe(checkpoint, cache=cache, export={"prefill_chunk": 4}, limits={"max_length": LENGTH})
-    return validate_artifact(models.build_shared(recipe, folder / method), length=LENGTH, batch=2)
+    return validate_artifact(build(recipe, folder / method), length=LENGTH, batch=2)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,7 +1,5 @@
 """Decoders with latent attention: the cache has one KV head of latents, and the logits equal Hugging Face's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of the names of nodes and values in ONNX files, which viewers show."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

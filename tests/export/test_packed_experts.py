@@ -1,7 +1,5 @@
 """Experts that a quantized checkpoint packs one by one stay packed in one weight, and none of their numbers changes."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Quantized checkpoints: packed weights keep every number, and have the values that their authors' code computes."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace
@@ -72,7 +70,6 @@ def test_packed_weights_equal_the_quantized_ones(
     assert len(checkpoint.computed) == 14
     for name, source in checkpoint.computed.items():
         np.testing.assert_array_equal(dense_values(source), expected[name])
-        assert source.packing is not None
         assert source.packing.signed == (make.keywords.get("symmetric", False))
 
 
@@ -174,10 +171,7 @@ def test_an_artifact_of_ordered_columns_computes_with_the_dequantized_weights(
 
 
 def test_weights_are_written_as_they_are(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    """GPTQ weights without an order have the bytes of the checkpoint's words, outputs first.
-
-    Equal orders are stored once.
-    """
+    """Equal orders are stored once."""
     quantized(tiny_checkpoint, tmp_path / "q", GPTQ, gptq)
     checkpoint = read_checkpoint(tmp_path / "q")
     source = checkpoint.computed[f"{DOWN}.weight"]
@@ -196,10 +190,7 @@ def test_weights_are_written_as_they_are(tmp_path: Path, tiny_checkpoint: Path) 
 def test_embeddings_are_packed_where_single_rows_can_be_picked(
     tmp_path: Path, tiny_checkpoint: Path, group: int, act_order: bool, kept: bool
 ) -> None:
-    """Embeddings stay packed if the bytes of single rows can be picked.
-
-    A row of 32 inputs in groups of 32 has one zero point, half a byte: this embedding becomes floats.
-    """
+    """A row of 32 inputs in groups of 32 has one zero point, half a byte: this embedding becomes floats."""
     make, folder = partial(gptq, group=group, act_order=act_order), tmp_path / "q"
     quantized(tiny_checkpoint, folder, {**GPTQ, "group_size": group}, make)
     tensors = load_file(folder / "model.safetensors")
@@ -265,11 +256,7 @@ def rotated(*places: str) -> dict[str, Any]:
         ({}, {"quant_method": "bitsandbytes", "load_in_4bit": True}, r"\(bitsandbytes\), and no tensor is"),
         ({}, {"quant_method": "awq", "version": "gemv"}, "awq of version 'gemv'"),
         ({}, {"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24'"),
-        (
-            {},
-            {**COMPRESSED, "transform_config": rotated("weight_output", "input")},
-            r"rotates at run time \(R: 'input'\)",
-        ),
+        ({}, {**COMPRESSED, "transform_config": rotated("weight_output", "input")}, r"at run time \(R: 'input'\)"),
         ({}, {**COMPRESSED, "transform_config": rotated("weight_input")}, "compressed-tensors.*and no tensor is"),
         ({}, {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "modelopt w4a8_awq"),
         ({}, {"quant_method": "fp8"}, r"says that weights are quantized \(fp8\), and no tensor is"),

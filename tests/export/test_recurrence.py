@@ -1,9 +1,4 @@
-"""Decoders with recurrent states equal transformers: convolutions, the gated delta rule and Mamba-2.
-
-Sessions, forks and prefixes keep the states.
-"""
-
-from __future__ import annotations
+"""Decoders with recurrent states equal transformers: convolutions, the gated delta rule and Mamba-2."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -103,10 +98,7 @@ def _answer(engine: Engine, *requests: Request) -> list[list[int]]:
 
 
 def test_sessions_forks_and_prefixes_keep_the_states(hybrid: tuple[Engine, Path]) -> None:
-    """Sessions, forks and prefixes give the answer of an engine that reads the prompt itself.
-
-    Noise on the logits keeps answers out of loops.
-    """
+    """Noise on the logits keeps answers out of loops."""
     plain, settings = hybrid[0], GenerationSettings(do_sample=False, max_new_tokens=24)
     noise = np.random.default_rng(0).gumbel(size=(2, 160, models.SIZES["vocab_size"])).astype(np.float32)
     processors = [[lambda ids, logits, rows=rows: logits + rows[len(ids)]] for rows in noise]

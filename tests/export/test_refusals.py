@@ -1,7 +1,5 @@
 """A model that cannot be built is refused with its name and a reason, and leaves no file."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -52,20 +50,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"hidden_size": 64, "n_layer": 2, "n_head": 4},
         "computes attention in its own code (as most models with ALiBi",
     ),
-    "gptj": (
-        "GPTJConfig",
-        {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
-        "computes attention in its own code",
-    ),
-    "roberta": (
-        "RobertaConfig",
-        {**models.SIZES, "pad_token_id": 1, "is_decoder": True},
-        "numbers positions in its own way",
-    ),
+    "gptj": ("GPTJConfig", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}, "attention in its own code"),
+    "roberta": ("RobertaConfig", {**models.SIZES, "pad_token_id": 1, "is_decoder": True}, "positions in its own way"),
     "bart": (
         "BartConfig",
         {"d_model": 64, "decoder_layers": 2, "encoder_layers": 2, "is_encoder_decoder": False, "is_decoder": True},
-        "numbers positions in its own way",
+        "positions in its own way",
     ),
     "bert": ("BertConfig", {**models.SIZES, "pad_token_id": 0}, "is not causal"),
     "doge": ("DogeConfig", models.SIZES, "computes with its attention mask in code of its own"),
@@ -76,9 +66,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"hidden_size": 64, "num_hidden_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "vocab_size": 100},
         "lets queries see summaries of tokens, made by a compressor",
     ),
-    "xlnet": ("XLNetConfig", {"d_model": 64, "n_layer": 2, "n_head": 4}, "computes attention in its own code"),
+    "xlnet": ("XLNetConfig", {"d_model": 64, "n_layer": 2, "n_head": 4}, "attention in its own code"),
     "blip": ("BlipConfig", {}, "needs pixel_values in every call; only models that run on tokens alone"),
-    "git": ("GitConfig", {"hidden_size": 64, "num_hidden_layers": 2}, "computes attention in its own code"),
+    "git": ("GitConfig", {"hidden_size": 64, "num_hidden_layers": 2}, "attention in its own code"),
     "shieldgemma2": ("ShieldGemma2Config", {}, "classifies images, and writes no text"),
     "glm5_next": (
         "Glm5NextConfig",

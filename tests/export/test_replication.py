@@ -1,9 +1,4 @@
-"""Equal layers are traced once and copied.
-
-The copied decoder equals one that is traced whole. Layers that differ are all traced.
-"""
-
-from __future__ import annotations
+"""Equal layers are traced once and copied."""
 
 import hashlib
 from collections.abc import Callable
@@ -26,6 +21,7 @@ from kvexport.export.build import build
 from kvexport.export.graph import tracer
 from kvexport.export.graph.layers import Layers, find_layers
 from kvexport.export.graph.replicate import replicate_layers
+from kvexport.export.graph.tracer import trace_decoder
 from kvexport.export.model.hf_model import build_fake
 from kvexport.export.model.probe import probe_layers
 from kvexport.plan.cache import CachePlan
@@ -92,7 +88,7 @@ def traces(name: str) -> Traces:
 
     def decoder() -> ir.Model:
         model, mode = build_fake(CONFIGS[name](), torch.float32, LIMITS["max_length"])
-        return tracer.trace_decoder(model, mode, make_plan(model, mode), last_logits=False)
+        return trace_decoder(model, mode, make_plan(model, mode), last_logits=False)
 
     with mock.patch.object(tracer, "_trace", trace):
         with mock.patch.object(tracer, "replicate_layers", replicate):
@@ -367,7 +363,7 @@ class Asked:
 def test_unusual_layers_are_all_traced(change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Asked(monkeypatch)
     model, mode = changed_llama(change)
-    tracer.trace_decoder(model, mode, make_plan(model, mode), last_logits=True)
+    trace_decoder(model, mode, make_plan(model, mode), last_logits=True)
     assert recorder.layers == [(0, 1, 2, 3)]
 
 
@@ -379,7 +375,7 @@ def test_all_layers_are_traced_if_they_cannot_be_copied(
     monkeypatch.setattr(tracer, "replicate_layers", lambda *_: False)
     model, mode = changed_llama(lambda layers: None)
     modules = list(model.model.layers)
-    result: Any = tracer.trace_decoder(model, mode, make_plan(model, mode), last_logits=True)
+    result: Any = trace_decoder(model, mode, make_plan(model, mode), last_logits=True)
     assert recorder.layers == [(0, 1), (0, 1, 2, 3)] and result == (0, 1, 2, 3)
     # The model is complete again, and its layers have their own forward method.
     assert list(model.model.layers) == modules and not any("forward" in vars(module) for module in modules)

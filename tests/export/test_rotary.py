@@ -1,10 +1,4 @@
-"""Tests of reading a model's rotary embedding.
-
-The frequencies rotate keys as the model's own code does. An embedding that frequencies cannot express is refused by
-name.
-"""
-
-from __future__ import annotations
+"""Tests of reading a model's rotary embedding."""
 
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Layers that attend to the cache of another layer: their tokens, and the settings that they refuse."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The text parts of vision models: an artifact's logits equal those of the whole model for text tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

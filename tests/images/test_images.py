@@ -1,7 +1,5 @@
 """Images are decoded and cut into tiles as the processors of transformers do, and hostile files are refused."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of chat templates: they give the same text and tokens as in transformers, and errors name the line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of answers that follow a grammar, and of hostile grammars that must not harm the process."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -197,9 +195,7 @@ HOSTILE = {
         lambda: Grammar("lark", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(6000)) + 'r6000: "a"'),
         "nested too deep",
     ),
-    "hours of compiling": (
-        lambda: Grammar.json_schema({"type": "integer", "multipleOf": 16777213}), "too long, or too much memory",
-    ),
+    "hours of compiling": (lambda: Grammar.json_schema({"type": "integer", "multipleOf": 16777213}), "too long, or"),
     "nested": (lambda: Grammar("lark", "start: " + "(" * 9000 + '"a"' + ")" * 9000), "nested"),
     "nested JSON": (lambda: Grammar("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000), "recursion limit"),
     "nested Python": (lambda: Grammar.json_schema(nested(100_000)), "no JSON"),

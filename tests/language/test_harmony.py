@@ -1,7 +1,5 @@
 """Tests of answers in channels (gpt-oss): reasoning, calls and text are told apart wherever the text is cut."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvexport.language.chat import ChatTemplate

@@ -1,7 +1,5 @@
 """Reasoning is separated from the rest of an answer, wherever its text is cut."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of sampling against transformers' own logits processors."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -335,7 +333,6 @@ def test_logprobs_are_those_of_the_unchanged_logits(vocabulary: int, count: int)
         row = np.round(random.normal(0, 3, vocabulary) * 4).astype(np.float32) / 4  # with ties
         token = sampler.next(row)
         exact = torch.log_softmax(torch.from_numpy(row).double(), -1).numpy()
-        assert sampler.logprobs is not None
         assert sampler.logprobs.chosen == pytest.approx(exact[token], abs=1e-5)
         expected = sorted(range(vocabulary), key=lambda i: (-row[i], i))[:count]
         assert [i for i, _ in sampler.logprobs.top] == expected

@@ -1,7 +1,5 @@
 """Tests of the settings of generation, from a user and from a checkpoint's generation_config.json."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of incremental text against whole decodes, for the kinds of tokenizers in checkpoints."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading
@@ -432,10 +430,7 @@ def test_text_that_is_no_unicode_is_refused() -> None:
 
 
 def test_a_panic_of_the_library_is_an_error_of_one_text() -> None:
-    """A panic of the tokenizers library is an error of one text.
-
-    It arrives as a BaseException, which would end the thread of a server.
-    """
+    """A panic of the tokenizers library arrives as a BaseException, which would end the thread of a server."""
     panic = type("PanicException", (BaseException,), {})
 
     class Inner:

@@ -1,9 +1,4 @@
-"""Tests of tools: the tools of a request, the form of calls by the chat template, and calls in a text.
-
-An answer that must call a tool does. Calls are found wherever the text is cut.
-"""
-
-from __future__ import annotations
+"""Tests of tools: the tools of a request, the form of calls by the chat template, and calls in a text."""
 
 import json
 from itertools import pairwise
@@ -279,7 +274,6 @@ def test_an_answer_that_must_call_does(grammars: Grammars, form: str, parallel: 
 
 def test_a_special_marker_is_shown_and_others_are_not(grammars: Grammars) -> None:
     tokenizer = grammars.tokenizer
-    assert tokenizer is not None
     shown = MISTRAL.shown_ids(tokenizer)
     ids = [*shown, *tokenizer.encode("a b", add_special_tokens=False), *shown, 2, *tokenizer.encode(" c", False)]
     for kept, expected in ((shown, "[TOOL_CALLS]a b[TOOL_CALLS] c"), ((), "a b c")):

@@ -1,9 +1,4 @@
-"""Tests of tokens chosen from the largest logits alone: each equals the token of the whole row, with the same draws.
-
-Engines whose logits stay on a device run over memory of the CPU that ONNX Runtime holds.
-"""
-
-from __future__ import annotations
+"""Tests of tokens chosen from the largest logits alone: each equals the token of the whole row, with the same draws."""
 
 from dataclasses import replace
 from functools import partial

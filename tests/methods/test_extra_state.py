@@ -1,10 +1,4 @@
-"""A method may have state tensors of its own.
-
-They are planned, exported, bound in place, merged and compared with PyTorch like the contract's five. Native kernels
-leave such a method to its functions, and give the reason.
-"""
-
-from __future__ import annotations
+"""A method may have state tensors of its own."""
 
 import sys
 from collections.abc import Iterator
@@ -19,13 +13,14 @@ import kvexport.methods
 from kvexport.backends.onnxruntime.operators import implementations, library, why_function
 from kvexport.backends.tensorrt.plugin import refusal
 from kvexport.engine.load import load
+from kvexport.export.build import build
 from kvexport.methods import all_methods
 from kvexport.ops.layer_state import merge_cache_functions, vote_attention_functions
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.schema.state import STATE_NAMES
 from kvexport.validate.runner import validate_artifact
-from tests.support.models import build_shared, make_recipe
+from tests.support.models import make_recipe
 from tests.support.tiny_model import RECIPE
 
 FILE = '''
@@ -85,14 +80,11 @@ def pointed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def artifact(pointed: str, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     cache = {"method": pointed, "budget": 24, "merge_every": 4}
     recipe = make_recipe(tiny_checkpoint, cache=cache, export={"prefill_chunk": 16}, limits=RECIPE["limits"])
-    return build_shared(recipe, tmp_path_factory.mktemp("extra") / "artifact")
+    return build(recipe, tmp_path_factory.mktemp("extra") / "artifact")
 
 
 def test_an_artifact_has_the_extra_state_and_every_step_equals_pytorch(artifact: Path) -> None:
-    """Every step of a method with its own tensors equals PyTorch, in place and with separate buffers, bit for bit.
-
-    Three sequences of different lengths go far beyond the budget.
-    """
+    """Three sequences of different lengths go far beyond the budget."""
     engine = load(artifact)
     layer = engine.manifest.cache.caches[0]
     assert [tensor.name for tensor in layer.state] == [*STATE_NAMES, "latest_query", "calls"]

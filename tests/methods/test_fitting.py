@@ -1,9 +1,4 @@
-"""Tests of methods that fit the cache to reference queries: the ring, the solver, and the effect of a fit.
-
-tests/conformance compares their rules with the oracle.
-"""
-
-from __future__ import annotations
+"""Tests of methods that fit the cache to reference queries: the ring, the solver, and the effect of a fit."""
 
 from pathlib import Path
 
@@ -14,6 +9,7 @@ from torch import Tensor
 
 from kvexport.engine.load import load
 from kvexport.engine.request import Request
+from kvexport.export.build import build
 from kvexport.methods.attention_matching import AttentionMatching
 from kvexport.methods.base import Method
 from kvexport.methods.fitting import Fitting
@@ -30,7 +26,7 @@ from tests.conformance.backends import Backend, NativeCpu, Torch
 from tests.conformance.cases import MergeProfile, MergeScenario, merge_cache_state, single_precision, stored_precision
 from tests.conformance.comparison import assert_same_cache, state_of
 from tests.conformance.layout import of_heads
-from tests.support.models import build_shared, make_recipe
+from tests.support.models import make_recipe
 from tests.support.tiny_model import RECIPE
 
 ROWS = 5
@@ -42,10 +38,7 @@ every_backend = pytest.mark.parametrize(
 
 @every_backend
 def test_the_ring_has_the_latest_queries_of_every_head_after_any_calls(backend: Backend) -> None:
-    """The ring has the latest queries of every head, whatever the calls.
-
-    Three lanes have ragged calls and are sometimes idle. Padding in the ring would be noticed.
-    """
+    """Three lanes have ragged calls and are sometimes idle. Padding in the ring would be noticed."""
     method, (batch, heads, group, size, capacity) = GRKV(queries=ROWS), (3, 2, 2, 4, 32)
     attributes = VoteAttentionAttributes(0.5, statistics=method.statistics, method=method)
     rng = np.random.default_rng(0)
@@ -100,10 +93,7 @@ NATIVE = [
 def test_the_native_fit_is_pytorchs_for_any_sizes(
     kind: type[Fitting], queries: int, sizes: tuple[int, int], capacity: int, dtype: str, peak: float
 ) -> None:
-    """The native fit equals PyTorch's for any sizes, in full, partly filled and empty lanes.
-
-    Newton's iteration and Cholesky's factors solve the same equations.
-    """
+    """Newton's iteration and Cholesky's factors solve the same equations."""
     used = ((capacity, capacity - 3), (capacity // 2, 5), (0, 0))
     profile = MergeProfile(f"native-{kind.name}", kind.name, {"queries": queries}, sizes=sizes, dtype=dtype)
     state = merge_cache_state(profile, MergeScenario(f"{queries}", capacity, capacity // 3, used, peak=peak))
@@ -119,10 +109,7 @@ def test_the_native_fit_is_pytorchs_for_any_sizes(
 @pytest.mark.parametrize(("rows", "ridge"), [(8, 1.0), (32, 0.05), (64, 1e-3)])
 @pytest.mark.parametrize("peak", [0.0, 3.0, 300.0])
 def test_the_inverse_is_linalgs_for_all_probabilities(rows: int, ridge: float, peak: float) -> None:
-    """The inverse equals that of torch.linalg for all probabilities.
-
-    With a peak of 0 all rows are equal, and with 300 they have ones and zeros, which is the worst condition.
-    """
+    """With a peak of 0 all rows are equal, and with 300 they have ones and zeros, which is the worst condition."""
     logits = torch.from_numpy(np.random.default_rng(1).normal(size=(2, rows, 40)).astype(np.float32))
     logits[1] = 0.0
     logits[1, :, 3] = 1.0
@@ -158,10 +145,7 @@ def one_head(method: Fitting, seed: int, capacity: int = 40) -> tuple[Slots, lis
 @pytest.mark.parametrize("kind", [GRKV, AttentionMatching])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_fit_brings_the_reference_queries_closer_to_their_output(kind: type[Fitting], seed: int) -> None:
-    """With a fit the output of every reference query is nearer to its output before the eviction.
-
-    A smaller ridge brings it nearer.
-    """
+    """A smaller ridge brings it nearer."""
     errors = {}
     for ridge, change_max in ((0.05, 1e-6), (0.5, 10.0), (0.05, 10.0), (1e-3, 10.0)):
         method = kind(queries=16, ridge=ridge, change_max=change_max)
@@ -232,13 +216,10 @@ def test_a_recipes_parameters_of_a_fit_are_checked() -> None:
 def test_an_artifact_keeps_the_ring_and_continues_from_a_snapshot(
     tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """An artifact with a ring equals PyTorch at every step, far beyond the budget, and the plan counts the ring.
-
-    A request that was saved as bytes in the middle of its answer gets the same tokens.
-    """
+    """A request that was saved as bytes in the middle of its answer gets the same tokens."""
     cache = {"method": "attention_matching", "parameters": {"queries": 8}, "budget": 24, "merge_every": 4}
     recipe = make_recipe(tiny_checkpoint, cache=cache, export={"prefill_chunk": 16}, limits=RECIPE["limits"])
-    artifact = build_shared(recipe, tmp_path_factory.mktemp("fitting") / "artifact")
+    artifact = build(recipe, tmp_path_factory.mktemp("fitting") / "artifact")
     engine = load(artifact)
     layer = engine.manifest.cache.caches[0]
     assert [tensor.name for tensor in layer.state] == [*STATE_NAMES, "query", "query_seen"]

@@ -1,9 +1,4 @@
-"""docs/reference/methods.md has a rule for every method and a name for every parameter.
-
-test_tables.py checks its table.
-"""
-
-from __future__ import annotations
+"""docs/reference/methods.md has a rule for every method and a name for every parameter."""
 
 import re
 

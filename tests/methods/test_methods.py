@@ -4,8 +4,6 @@ Expected values come from the formulas, in float64. The operators compute in flo
 magnitude. tests/conformance/test_theorems.py tests the theorems of all methods on every backend.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Programs that change tensors in place are traced once, and give PyTorch's values."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 import pytest

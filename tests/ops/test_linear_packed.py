@@ -1,9 +1,4 @@
-"""Linear with packed weights: kernel and function compute with the values of the integers.
-
-A malformed node is refused.
-"""
-
-from __future__ import annotations
+"""Linear with packed weights: kernel and function compute with the values of the integers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +14,7 @@ from onnx import TensorProto, helper
 import kvexport
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime.operators import VARIABLE, instruction_set, library
+from kvexport.export.build import build
 from kvexport.ops.linear import Form, linear_function
 from kvexport.ops.packed import E2M1, IQ4, PackedFormat, dequantize
 from kvexport.recipe.fields import Recipe
@@ -342,7 +338,7 @@ def test_packed_weights_generate_equal_tokens_with_and_without_the_kernel(
     checkpoint = models.save_checkpoint(tmp_path / "checkpoint", models.llama())
     recipe = models.make_recipe(checkpoint, dtype="float16", limits={"max_length": 512})
     fields = recipe.model_dump() | {"weights": {"bits": bits, "head": "same"}}
-    path = models.build_shared(Recipe.model_validate(fields), tmp_path / "artifact")
+    path = build(Recipe.model_validate(fields), tmp_path / "artifact")
     decoder = onnx.load(path / load_manifest(path, verify=False).graphs.decoder, load_external_data=False)
     types = [node.op_type for node in decoder.graph.node]
     assert types.count("Linear") == 4 * types.count("VoteAttention") + 1

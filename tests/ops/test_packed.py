@@ -1,7 +1,5 @@
 """Tests of packed weights in numpy: their parts and their values."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

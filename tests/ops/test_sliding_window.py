@@ -1,7 +1,5 @@
 """In a layer with a sliding window nothing outlives the window: evicted slots are dropped, whatever the method."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

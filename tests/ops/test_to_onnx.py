@@ -1,7 +1,5 @@
 """The steps of torch.export, torch.onnx and onnxscript that `to_onnx` skips would change nothing in its graphs."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 
@@ -55,10 +53,7 @@ class HoldsNumbers(nn.Module):
 
 
 def test_a_module_with_numbers_of_its_own_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that holds numbers is traced once.
-
-    They are detached in place. PyTorch would decompose the program for this, which needs a second trace.
-    """
+    """Numbers are detached in place: PyTorch would decompose the program for this, which needs a second trace."""
     monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", lambda *_: pytest.fail("decomposed"))
     model = to_onnx.to_onnx(HoldsNumbers(), (torch.zeros(2, 3),), ({0: Dim("batch")},), {})
     (numbers,) = (x for x in model.graph.initializers.values() if x.shape == (3,))

@@ -1,7 +1,5 @@
 """Tests of how layers share the budget."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from typing import Any

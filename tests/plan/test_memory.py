@@ -1,7 +1,5 @@
 """The plan of a recipe equals the runtime's allocations and the build's files, to the byte."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -9,8 +9,6 @@ ptxas merges some. Both rise and fall together. The file also has the round trip
 per-head budgets over those in equal budgets.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ The binding for ONNX Runtime links with them into a library that loads without C
 Compute capabilities are 8.6 and 9.0 unless ``KVEXPORT_CUDA_ARCHITECTURES`` names others ("80,120") or is ``all``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

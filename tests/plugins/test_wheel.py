@@ -1,7 +1,5 @@
 """The wheel has the native operators for its platform, and runs an artifact in a separate environment."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

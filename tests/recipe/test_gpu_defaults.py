@@ -1,7 +1,5 @@
 """The defaults of recipes for GPUs, and the devices that `kvexport build` takes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

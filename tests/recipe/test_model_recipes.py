@@ -1,7 +1,5 @@
 """Tests of recipes of models on the hub: their plans for the models' configs, without the hub and without weights."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct

@@ -1,7 +1,5 @@
 """Tests of mistakes in recipes: all are reported at once with their lines, and any text gives at most a usage error."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

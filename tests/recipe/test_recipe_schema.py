@@ -1,7 +1,5 @@
 """The JSON schema of recipes accepts and refuses the same values as `load_recipe`. Every field has a meaning."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

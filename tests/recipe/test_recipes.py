@@ -1,7 +1,5 @@
 """Tests of recipes: the shipped ones, the origin of every value, and how one extends another."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tests of the small checkpoint's training: a resumed run equals one without a stop, and its result is what ships."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys
@@ -22,7 +20,6 @@ def training() -> Iterator[ModuleType]:
     """The module small/train.py, with documents.py beside it."""
     for name, file in (("documents", "documents.py"), ("small_train", "train.py")):
         spec = importlib.util.spec_from_file_location(name, SMALL / file)
-        assert spec is not None and spec.loader is not None
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     yield sys.modules["small_train"]

@@ -1,7 +1,5 @@
 """Tests of plots: the values that they show, those that are left out, and tables in their place."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """Tests of the report's page and text, as a browser, an XML parser and a reader see them."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """Tests of the schema: the files written from it are current, errors name the fault, and the state is defined once."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

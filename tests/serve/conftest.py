@@ -1,7 +1,5 @@
 """A server and its client that the tests of a module share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of LoRA adapters on the server: a request chooses one by the name of the model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Clients that attack the server. benchmarks/correctness/attacks.py defines the attacks, and can repeat them."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import logging
@@ -37,10 +35,7 @@ def test_an_attack_stops_no_stream(server: Target, name: str) -> None:
 
 
 def test_a_request_that_does_not_arrive_loses_its_connection(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that does not arrive completely loses its connection.
-
-    Single bytes do not extend the deadline. A later request on the connection has its own deadline.
-    """
+    """Single bytes do not extend the deadline. A later request on the connection has its own deadline."""
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
     monkeypatch.setattr(connections, "BODY_SECONDS", 0.2)
     head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

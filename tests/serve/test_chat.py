@@ -1,7 +1,5 @@
 """Tests of /v1/models and /v1/chat/completions with OpenAI's own client."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -39,7 +37,6 @@ def test_an_answer_equals_the_engines_own_answer(client: openai.OpenAI, alone: s
     answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=40)
     choice = answer.choices[0]
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", alone, "length")
-    assert answer.usage is not None
     read = len("user anna lamp. say yes. say ")
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (read, 40)
     assert answer.usage.total_tokens == read + 40
@@ -164,7 +161,6 @@ def test_an_answer_continues_the_last_message(
     server: Running, engine: Engine, path: str, change: dict[str, Any], prefix: bool
 ) -> None:
     messages = [CONVERSATION[0], {**CONVERSATION[1], **({"prefix": True} if prefix else {})}]
-    assert engine.chat_template is not None and engine.tokenizer is not None
     text = engine.chat_template.render(CONVERSATION, continue_final_message=True)
     assert text.rstrip().endswith("yes and")
     ids = engine.tokenizer.encode(text, False)

@@ -1,9 +1,4 @@
-"""If the wall clock jumps, no deadline fires early or late, no session is lost, and durations stay right.
-
-Deadlines and durations use clocks that never jump. The wall clock gives dates for people and the ages of files.
-"""
-
-from __future__ import annotations
+"""If the wall clock jumps, no deadline fires early or late, no session is lost, and durations stay right."""
 
 import ast
 import itertools

@@ -1,7 +1,5 @@
 """Tests of the Grafana dashboard: it keeps the rules of Grafana, and queries metrics that the server exports."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of answers that follow a grammar, requested through each API."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tests that malformed requests never break the server."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

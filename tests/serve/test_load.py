@@ -1,7 +1,5 @@
 """Many clients at once, some of which misbehave: the others are not disturbed, and all resources are freed."""
 
-from __future__ import annotations
-
 import random
 import signal
 import threading
@@ -84,10 +82,7 @@ def test_overload_is_refused_and_accepted_requests_are_answered(engine: Engine) 
 
 @pytest.mark.parametrize("drain", [30, 0])
 def test_a_signal_drains(tiny_artifact: Path, drain: int) -> None:
-    """After SIGTERM running requests are answered completely within the limit.
-
-    Beyond it clients are told of the end.
-    """
+    """Running requests are answered within the limit; beyond it clients are told of the end."""
     memory = ("--prefix-memory", "3MB", "--session-memory", "5MB")
     child = process("serve", tiny_artifact, "--port", 0, "--threads", 1, "--drain", drain, *memory)
     assert child.stdout

@@ -1,7 +1,5 @@
 """Tests of /v1/messages with Anthropic's own client."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

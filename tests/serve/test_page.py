@@ -1,7 +1,5 @@
 """Tests of the page at / in a real browser: it chats, shows the lanes, and loads nothing from elsewhere."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

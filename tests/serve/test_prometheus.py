@@ -1,7 +1,5 @@
 """A real Prometheus with the shipped configuration reads a server: every query of the dashboard returns data."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Tests of what all routes share: who may call them, bounds of bodies and grammars, ignored fields, and the log."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Tests of /v1/responses with OpenAI's own client."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import openai

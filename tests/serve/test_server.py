@@ -1,7 +1,5 @@
 """Tests of everything that all routes share: access, limits, errors, disconnects, overload, and the end."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """Turns of sessions beside kills, full disks and other turns: a short run of the benchmark."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of conversations whose state is kept, and of prompts with a known beginning."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -147,10 +145,7 @@ def test_sessions_outlive_the_server_in_their_folder(engine: Engine, tmp_path: P
 
 
 def test_a_session_that_was_evicted_is_no_new_session(engine: Engine, tmp_path: Path) -> None:
-    """A lost session does not silently become a new one.
-
-    The next completion of a lost session is refused. A deleted session begins again.
-    """
+    """The next completion of a lost session is refused. A deleted session begins again."""
     with running(engine, session_memory=1) as server:
         for name in ("old", "new"):
             assert server.ask(COMPLETE, {"prompt": "ab", "session_id": name, "max_tokens": 2})[0] == 200

@@ -4,8 +4,6 @@ The model calls a tool, the client runs it, and the model answers with the tool'
 random, so the request requires the call, and the answer is any text.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Iterator

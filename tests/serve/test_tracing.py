@@ -1,7 +1,5 @@
 """Tests of spans of requests, recorded by OpenTelemetry's own SDK."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

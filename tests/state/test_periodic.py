@@ -1,7 +1,5 @@
 """Tests of periodic selection: the entries that steps read, and answers that depend only on the recipe."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -24,25 +22,23 @@ from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
 from kvexport.engine.request import Request
 from kvexport.errors import EnvironmentProblem, SnapshotError, UsageError
+from kvexport.export.build import build
 from kvexport.state.periodic import READ, PeriodicState, by_heads
 from kvexport.state.snapshot import Snapshot
-from tests.support.models import build_shared, random_ids
+from tests.support.models import random_ids
 from tests.support.periodic import EVERY, RECENT, SINKS, SLOTS, recipe_of
 from tests.support.schedules import Alone, Schedule
 
 
 @pytest.fixture(scope="module")
 def opened(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A function that opens an engine with given settings.
-
-    There is one artifact per method, because its ONNX graph leaves the number of slots open.
-    """
+    """A function that opens an engine with given settings."""
     built: dict[str, Path] = {}
 
     def opened(*, method: str = "h2o", **settings: Any) -> Engine:
         if method not in built:
             folder = tmp_path_factory.mktemp("periodic")
-            built[method] = build_shared(recipe_of(tiny_checkpoint, method=method), folder / "artifact")
+            built[method] = build(recipe_of(tiny_checkpoint, method=method), folder / "artifact")
         path = built[method]
         manifest = replace(load_manifest(path), recipe=recipe_of(tiny_checkpoint, method=method, **settings))
         return Engine(path, manifest, backends.get("onnxruntime").load(path, manifest, LoadOptions(threads=1)))
@@ -98,10 +94,7 @@ def held(own: Any, layer: int = 0, head: int = 0) -> list[int]:
 def test_sequences_that_fit_are_answered_from_the_full_cache(
     opened: Any, full: Engine, settings: dict[str, Any]
 ) -> None:
-    """The answers are the full cache's if every step reads it, or if the slots hold all tokens.
-
-    The cases have answers of 60 and 29 tokens to prompts of up to 60.
-    """
+    """The cases have answers of 60 and 29 tokens to prompts of up to 60."""
     new = {24: 60, 250: 60, 90: 29}[settings["slots"]]
     batch = [ids[:60] for ids in prompts(1)]
     assert answers(opened(**settings), batch, new) == answers(full, batch, new)
@@ -221,10 +214,7 @@ def test_answers_of_a_batch_equal_solo_answers(periodic: Engine) -> None:
 
 
 def test_schedules_answer_as_solo_runs(opened: Any, periodic: Engine, tmp_path: Path) -> None:
-    """Schedules over two engines are answered as alone.
-
-    Requests join, leave, fork, and are preempted; there are snapshots as bytes, and prefixes.
-    """
+    """Requests join, leave, fork, and are preempted; there are snapshots as bytes, and prefixes."""
     one, another = (opened() for _ in range(2))
     for seed in range(3):
         Schedule([one, another], Alone(periodic), tmp_path / str(seed), 500 + seed).run(15)

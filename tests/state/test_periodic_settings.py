@@ -1,7 +1,5 @@
 """Tests of the recipe's settings of periodic selection: the memory that it needs, and the refusals."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

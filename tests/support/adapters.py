@@ -1,7 +1,5 @@
 """LoRA adapters of random numbers for the tiny Llama, in the files of PEFT's save_pretrained()."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Artifacts for tests of kvexport.artifact.publish, and processes that build artifacts and can be killed meanwhile."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -94,7 +92,6 @@ class Forks:
         )
 
     def start(self, target: Path, **job: Any) -> int:
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"target": str(target), **job}) + "\n")
         self.process.stdin.flush()
         return self._number()
@@ -103,7 +100,6 @@ class Forks:
         return self._number()
 
     def _number(self) -> int:
-        assert self.process.stdout is not None
         return int(self.process.stdout.readline())
 
     def close(self) -> None:

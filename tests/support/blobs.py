@@ -1,7 +1,5 @@
 """Random changes of the bytes of snapshots."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

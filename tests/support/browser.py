@@ -1,7 +1,5 @@
 """A headless Chromium, controlled through its debugging pipe. Tests are skipped on machines without Chromium."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

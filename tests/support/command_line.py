@@ -1,7 +1,5 @@
 """Functions that run the command line, in this process or in another."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -5,8 +5,6 @@ cuda_kernels.json has the kernels for ONNX opset 23 of the wheel onnxruntime-gpu
 type parameters.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from functools import cache

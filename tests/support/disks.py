@@ -1,7 +1,5 @@
 """A disk without space, for files that `kvexport.files` writes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

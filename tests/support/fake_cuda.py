@@ -5,8 +5,6 @@ functions that kvexport calls, under their real names; `tests/backends/tensorrt/
 package.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from collections.abc import Callable

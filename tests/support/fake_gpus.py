@@ -3,8 +3,6 @@
 `tests/backends/onnxruntime/test_streams.py` compares them with cuda.h.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from pathlib import Path

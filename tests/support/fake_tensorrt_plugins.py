@@ -1,7 +1,5 @@
 """The plugin half of `fake_tensorrt`: a registry whose libraries are text files with a list of plugins."""
 
-from __future__ import annotations
-
 from enum import IntEnum
 from pathlib import Path
 from typing import Any

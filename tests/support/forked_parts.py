@@ -1,9 +1,4 @@
-"""`python -m tools.gpu_check` whose parts are forks of this process.
-
-On the host, importing PyTorch anew in each part would take most of the time.
-"""
-
-from __future__ import annotations
+"""`python -m tools.gpu_check` whose parts are forks of this process."""
 
 import os
 import sys

@@ -1,7 +1,5 @@
 """GGUF files as bytes, written by the format's specification, and a tiny Llama in one."""
 
-from __future__ import annotations
-
 import re
 import struct
 from pathlib import Path
@@ -36,12 +34,7 @@ def entry(value: Any) -> tuple[int, bytes]:
 
 
 def gguf(entries: dict[str, tuple[int, bytes]], tensors: Tensors) -> bytes:
-    """Return a GGUF file of version 3.
-
-    Args:
-        entries: The metadata as (type, bytes), by key.
-        tensors: The tensors as (dims with the fastest first, type, bytes), by name.
-    """
+    """Return a GGUF file of version 3."""
     head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(entries))
     head += b"".join(text(key) + struct.pack("<I", kind) + value for key, (kind, value) in entries.items())
     data = b""
@@ -104,7 +97,6 @@ def decoder(
     represented = {}
     for name, weight in weights.items():
         match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)", name)
-        assert match
         layer, own, part = match.groups()
         stored = NAMES[own]
         data, kind = weight.tobytes(), F32
@@ -137,10 +129,7 @@ def decoder(
 
 
 def tiny_gguf(checkpoint: Path, file: Path, **more: Any) -> dict[str, NDArray[np.float32]]:
-    """Write a tiny checkpoint as a GGUF file, and return the values that its weights represent.
-
-    The Llama of `conftest.py` is one possible checkpoint.
-    """
+    """Write a tiny checkpoint as a GGUF file, and return the values that its weights represent."""
     import json
 
     from safetensors.numpy import load_file

@@ -4,8 +4,6 @@ Written after kinds/dashboard/dashboard_kind.cue of grafana/grafana, whose defin
 does not know is an error. What a schema cannot say, such as panels that overlap, `problems` adds.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from itertools import combinations

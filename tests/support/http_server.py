@@ -1,7 +1,5 @@
 """A real HTTP server on a free port, in a thread of this process, with the tiny model behind it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
@@ -78,14 +76,7 @@ class Running:
     def ask(
         self, path: str, body: Any = None, method: str = "", headers: Mapping[str, str] = {}
     ) -> tuple[int, dict[str, str], Any]:
-        """Send a request, and return the status, the headers and the body of the answer.
-
-        Args:
-            path: The path of the request.
-            body: An object that is sent as JSON, or bytes that are sent unchanged.
-            method: GET or POST if it is empty, depending on the body.
-            headers: Further headers.
-        """
+        """Send a request, and return the status, the headers and the body of the answer."""
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         all_headers = {"Content-Type": "application/json", **headers}
         request = urllib.request.Request(
@@ -108,13 +99,7 @@ def _read(answer: Any) -> tuple[int, dict[str, str], Any]:
 
 @contextmanager
 def running(engine: Engine, send_buffer: int = 0, **settings: Any) -> Iterator[Running]:
-    """Run a server over the engine until the end of the `with` block.
-
-    Args:
-        engine: The engine.
-        send_buffer: The bytes that the system buffers for a client that does not read. 0 keeps the system's default.
-        **settings: Values of ServeSettings.
-    """
+    """Run a server over the engine until the end of the `with` block."""
     from kvexport.serve.app import create_app
     from kvexport.serve.run import Server, listen
     from kvexport.serve.settings import ServeSettings

@@ -1,7 +1,5 @@
 """A hub of models on this machine."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import threading

@@ -1,7 +1,5 @@
 """Tiny configs of decoders with recurrent states, for tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import (

@@ -1,7 +1,5 @@
 """The tiny model with an alphabet that includes JSON's characters, and a chat template for tools."""
 
-from __future__ import annotations
-
 import shutil
 import string
 from pathlib import Path

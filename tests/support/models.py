@@ -1,12 +1,8 @@
 """Small random models, artifacts of them, and Hugging Face's logits, for several test files."""
 
-from __future__ import annotations
-
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -14,8 +10,6 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvexport.engine.engine import Engine
-from kvexport.export.build import build
-from kvexport.export.graph import tracer
 from kvexport.recipe.fields import Recipe
 
 # All families have the same attention shape, so that they share the operators' traced functions.
@@ -43,10 +37,7 @@ def llama(**changes: Any) -> LlamaConfig:
 def save_checkpoint(
     folder: Path, config: Any, *, dtype: torch.dtype = torch.float32, shard: str = "1GB", scale: float = 0.15
 ) -> Path:
-    """Save a model with random weights, biases and norms.
-
-    `scale` is the standard deviation of the weights: at 0.15 attention is neither flat nor a single peak.
-    """
+    """Save a model with random weights, biases and norms."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -82,19 +73,6 @@ def make_recipe(
             "weights": weights or {},
         }
     )
-
-
-@contextlib.contextmanager
-def remembered_traces() -> Iterator[None]:
-    """Reuse the traces of earlier builds with the same arguments within this context."""
-    with mock.patch.object(tracer, "trace_decoder", _trace_decoder):
-        yield
-
-
-def build_shared(recipe: Recipe, out: Path, **options: Any) -> Path:
-    """Call `build` with `remembered_traces`: tracing takes most of the time of a build."""
-    with remembered_traces():
-        return build(recipe, out, **options)
 
 
 def hugging_face_logits(checkpoint: Path, sequences: Sequence[Ids]) -> list[Logits]:
@@ -137,21 +115,3 @@ def given_tokens_logits(
     for step in range(max(map(len, answers))):
         append([a[step : step + 1] for a in answers], False)
     return [np.concatenate(r) for r in rows]
-
-
-_real_trace_decoder = tracer.trace_decoder
-_traces: dict[str, Any] = {}
-
-
-def _trace_decoder(
-    model: Any, mode: Any, plan: Any, *, last_logits: bool, attributes: Any = (), images: bool = False
-) -> Any:
-    shapes = [(layer.shapes(1), layer.dtype) for layer in plan.caches]
-    # Layers that read another layer's cache are traced with its attributes.
-    reads = attributes if getattr(model.config.get_text_config(), "num_kv_shared_layers", 0) else ()
-    key = repr((model.config.to_json_string(), model.dtype, shapes, plan.cache_positions, last_logits, reads, images))
-    if key not in _traces:
-        options = {"last_logits": last_logits, "attributes": attributes, "images": images}
-        _traces[key] = _real_trace_decoder(model, mode, plan, **options)
-    # Finishing a decoder changes its graph, so each caller gets a copy.
-    return _traces[key].clone()

@@ -3,8 +3,6 @@
 python -m tests.support.node_fuzz SEED CASES prints how many sessions were made and how many of them ran.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """The runtime's device path without a device: the state is in the CPU's memory, held by ONNX Runtime."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from functools import partial

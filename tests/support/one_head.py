@@ -1,7 +1,5 @@
 """The two operators on one sequence and one KV head, as plain arrays [slots, ...], for theorems about methods."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -78,11 +76,7 @@ def appended(
     alpha: float = 1.0,
     query_length: int | None = None,
 ) -> tuple[np.ndarray, Arrays]:
-    """Run VoteAttention on one sequence and head.
-
-    Returns:
-        The output [T, Dv] and the occupied slots, for query, key and value [T, D].
-    """
+    """Run VoteAttention on one sequence and head."""
     query, key, value = (torch.tensor(np.asarray(x), dtype=torch.float32)[None, None] for x in (query, key, value))
     tokens = query.shape[2]
     first = int(cache["position"].max(initial=-1)) + 1

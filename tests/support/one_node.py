@@ -1,7 +1,5 @@
 """ONNX models of one native operator, and tensors for them. A model is well-formed unless a test changes it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,7 +30,6 @@ S = H * C
 def merge_of(method: Method, **more: Any) -> dict[str, Any]:
     """Return the attributes of a MergeCache node for a method that is a merge policy."""
     policy = method.policy()
-    assert policy is not None
     kinds = [statistic.kind for statistic in method.statistics]
     values = {"budget": [8] * H, "sinks": 1, "recent": [2] * H, "sliding_window": 0, "statistics": kinds}
     values |= {"compresses": method.compresses, "recent_receives": method.recent_receives}

@@ -1,7 +1,5 @@
 """Random packed weights of any format."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Recipes with periodic selection."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """File permissions that hold for root as well."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Iterator
@@ -14,10 +12,7 @@ _VERSION, _OVERRIDE = 0x20080522, 1 << 1  # _LINUX_CAPABILITY_VERSION_3, CAP_DAC
 
 @contextmanager
 def permissions_hold() -> Iterator[None]:
-    """Make this thread, and threads that it starts, obey file permissions until the end of the `with` block.
-
-    Root has a capability to write every file. The thread gives it up until the end of the block.
-    """
+    """Make this thread, and threads that it starts, obey file permissions until the end of the `with` block."""
     if os.geteuid() != 0:
         yield
         return

@@ -1,7 +1,5 @@
 """Tiny checkpoints in the layouts of quantizers, written from the descriptions of these layouts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Functions that write recipes into the fixture `recipe_dir`, and that list the mistakes in a recipe."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Recipes that differ from a shipped one only in the method, and the recipes of tests/recipes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.support.paths import ROOT

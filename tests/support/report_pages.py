@@ -1,7 +1,5 @@
 """A report's page as an HTML parser and an XML parser read it."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser

@@ -1,9 +1,4 @@
-"""Random HTTP requests to a server.
-
-They are valid bodies with values replaced, removed, repeated or of another type, and bytes that are not JSON.
-"""
-
-from __future__ import annotations
+"""Random HTTP requests to a server."""
 
 import copy
 import json

@@ -1,7 +1,5 @@
 """Random schedules of all events of requests. Each answer must equal the one without other requests."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -75,10 +73,7 @@ class Talk:
 
 
 class Schedule:
-    """A random schedule over several engines, between which sequences move. Some prompts have the same beginning.
-
-    `folder` holds the sessions.
-    """
+    """A random schedule over several engines, between which sequences move. Some prompts have the same beginning."""
 
     def __init__(self, engines: Sequence[Engine], alone: Alone, folder: Path, seed: int) -> None:
         self.rng, self.alone, self.engines = np.random.default_rng(seed), alone, engines
@@ -184,7 +179,6 @@ class Schedule:
         if self.idle:
             talk = self.idle.pop(int(self.rng.integers(len(self.idle))))
             start = self.store.get(talk.name)
-            assert start is not None
             for _ in range(int(self.rng.integers(1, 3))):
                 if len(start.ids) < 350:
                     ids = self.rng.integers(0, VOCABULARY, int(self.rng.integers(1, 30))).tolist()

@@ -1,6 +1,4 @@
-"""A folder of the operators' traced ONNX functions, shared by the workers of pytest-xdist. One trace takes seconds."""
-
-from __future__ import annotations
+"""Traces that tests reuse, because one takes seconds: operators' functions in a folder, and decoders in memory."""
 
 import hashlib
 import inspect
@@ -18,7 +16,8 @@ import onnx
 
 @contextmanager
 def shared_traces(folder: Path) -> Iterator[Path]:
-    """Save traced functions in `folder` within the `with` block, and load those that `folder` has."""
+    """Within the `with` block, save traced functions in `folder`, load those that it has, and remember decoders."""
+    from kvexport.export.graph import tracer
     from kvexport.ops import layer_state, onnx_function
 
     folder.mkdir(exist_ok=True)
@@ -27,8 +26,27 @@ def shared_traces(folder: Path) -> Iterator[Path]:
     with (
         mock.patch.object(layer_state, "heads_vote_attention_function", attention),
         mock.patch.object(onnx_function, "_trace_merge_cache", merge),
+        mock.patch.object(tracer, "trace_decoder", _remembered(tracer.trace_decoder)),
     ):
         yield folder
+
+
+def _remembered(trace: Callable[..., Any]) -> Callable[..., Any]:
+    traces: dict[str, Any] = {}
+
+    def trace_decoder(model: Any, mode: Any, plan: Any, **options: Any) -> Any:
+        config = model.config
+        parameters = [(name, x.shape, x.dtype) for name, x in model.named_parameters()]
+        state = [(layer.shapes(1), layer.dtypes()) for layer in (*plan.caches, *plan.states)]
+        # Only layers that read another layer's cache are traced with its attributes.
+        reads = getattr(config.get_text_config(), "num_kv_shared_layers", 0)
+        relevant = options if reads else options | {"attributes": ()}
+        key = repr((type(model), config.to_json_string(), parameters, state, plan.cache_positions, relevant))
+        if key not in traces:
+            traces[key] = trace(model, mode, plan, **options)
+        return traces[key].clone()  # the caller changes the graph
+
+    return trace_decoder
 
 
 def _shared(folder: Path, trace: Callable[..., onnx.FunctionProto]) -> Callable[..., onnx.FunctionProto]:

@@ -11,8 +11,6 @@ then its exit code.
 The process builds RECIPE before its first child, so that the children need not import PyTorch and trace a model anew.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -89,10 +87,9 @@ def run_and_end(job: dict[str, Any]) -> NoReturn:
 def serve_jobs() -> None:
     """Import what all children need, and trace the recipe's model; then run jobs until stdin ends."""
     import kvexport.evaluate.runner
-    from tests.support.models import remembered_traces
     from tests.support.shared_traces import shared_traces
 
-    with shared_traces(Path(sys.argv[1])), remembered_traces():
+    with shared_traces(Path(sys.argv[1])):
         with tempfile.TemporaryDirectory() as folder:
             kvexport.build(sys.argv[2], Path(folder) / "artifact")
         for line in sys.stdin:

@@ -1,10 +1,4 @@
-"""The checkpoint of SmolLM2-135M-Instruct, a trained model that other people made.
-
-Under CI the checkpoint is fetched (98 MB). Elsewhere the tests that need it are skipped, with a message about how to
-fetch it.
-"""
-
-from __future__ import annotations
+"""The checkpoint of SmolLM2-135M-Instruct, a trained model that other people made."""
 
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Engines with speculation: recipes, prompts, settings of all kinds, and answers with any drafter."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

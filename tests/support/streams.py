@@ -1,7 +1,5 @@
 """HTTP clients that read a stream byte by byte, stop reading, or close the connection."""
 
-from __future__ import annotations
-
 import json
 import socket
 from typing import Any

@@ -1,7 +1,5 @@
 """Artifacts with TensorRT engines, built and run on the fakes of CUDA and TensorRT."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

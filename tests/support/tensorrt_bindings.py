@@ -7,8 +7,6 @@ TensorRT's libraries at import. Empty libraries of the same names stand in for t
 looked up.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -63,10 +61,7 @@ def folder() -> Path | None:
 
 
 def api(place: Path) -> dict[str, Any]:
-    """Return every public class and function of both packages, with the docstrings of its members.
-
-    pybind11 writes the signatures into the docstrings.
-    """
+    """Return every public class and function of both packages, with the docstrings of its members."""
     command = [sys.executable, "-c", DUMP, str(place), *STUBS]
     environment = {**os.environ, "PYTHONPATH": str(place)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

@@ -50,10 +50,7 @@ class Field(ctypes.Structure):
 
 
 class Tensor(ctypes.Structure):
-    """A tensor as the harness describes it.
-
-    In `size`, a number below zero is an unknown size. `most` has the largest size that a profile allows.
-    """
+    """A tensor as the harness describes it."""
 
     _fields_ = [
         ("type", ctypes.c_int32),
@@ -75,10 +72,7 @@ class Tensor(ctypes.Structure):
 
 
 def parsed(attributes: Mapping[str, Any]) -> dict[str, tuple[int, bytes, int]]:
-    """Return the fields (type, bytes, length) that TensorRT's parser makes of a node's attributes.
-
-    Strings end with a zero byte.
-    """
+    """Return the fields (type, bytes, length) that TensorRT's parser makes of a node's attributes."""
     fields = {}
     for name, value in attributes.items():
         values = value if isinstance(value, list) else [value]
@@ -184,11 +178,7 @@ class Plugin:
 
 
 class Caller(OfHeads):
-    """The operators, run by plugins that were created, serialized, read again and attached to a context.
-
-    Its methods have the names and types of those of cuda_library.Caller. `memory` is the kernels' memory, one of the
-    classes in cuda_library.
-    """
+    """The operators, run by plugins that were created, serialized, read again and attached to a context."""
 
     def __init__(self, harness: Harness, memory: Any = None) -> None:
         self.harness, self.memory = harness, memory or HostMemory()
@@ -202,10 +192,7 @@ class Caller(OfHeads):
         return self._run("VoteAttention", fields, feed, names, "past_", in_place)
 
     def prepared_attention(self, inputs: Arrays, attributes: Any) -> tuple[Callable[[], None], dict[str, Any]]:
-        """Return a function that enqueues one in-place call, and the call's outputs in the kernels' memory.
-
-        The inputs are those of a layer.
-        """
+        """Return a function that enqueues one in-place call, and the call's outputs in the kernels' memory."""
         feed = {name: inputs[name] for name in INPUTS if name in inputs}
         names = ("output", *(f"present_{name}" for name in STATE))
         return self._prepared(

@@ -1,7 +1,5 @@
 """Checks of a graph against TensorRT's documented list of operators."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

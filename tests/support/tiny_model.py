@@ -1,7 +1,5 @@
 """The tiny random Llama of `conftest.py`: its alphabet with one token per character, its recipe, and prompts for it."""
 
-from __future__ import annotations
-
 import string
 from pathlib import Path
 from typing import Any

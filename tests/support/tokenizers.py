@@ -1,7 +1,5 @@
 """Small tokenizers of every family of language models, trained on this file's text."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

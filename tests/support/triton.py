@@ -1,7 +1,5 @@
 """A reader of Triton's model configurations."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tiny random models that read images, with processors of transformers, and logits of transformers for prompts."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Sequence

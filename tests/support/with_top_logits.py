@@ -1,7 +1,5 @@
 """Copies of artifacts that find fewer top logits of a row, or none."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from unittest import mock

@@ -1,7 +1,5 @@
 """The audit distinguishes vulnerabilities from an absent network, and only vulnerabilities fail a test run."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of the demo: a story in the tiny model's language, and a real model that reads a long text."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,9 +1,4 @@
-"""Tests of `tools/gpu_check` over the kernels compiled for the host.
-
-They test its own code: the figures mean nothing.
-"""
-
-from __future__ import annotations
+"""Tests of `tools/gpu_check` over the kernels compiled for the host."""
 
 import json
 import shutil

@@ -1,9 +1,4 @@
-"""Tests of the code of `tools/gpu_check` that runs only on a GPU, over a fake GPU and a fake clock.
-
-So it does not run for the first time on a machine that is lent for minutes.
-"""
-
-from __future__ import annotations
+"""Tests of the code of `tools/gpu_check` that runs only on a GPU, over a fake GPU and a fake clock."""
 
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The part `tensorrt` of `tools/gpu_check`, over simulations of TensorRT and CUDA."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -1,7 +1,5 @@
 """Every pin but torch has its digests, including those of pip and of the build backend, and set-up checks them."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The Makefile's environment: Python's bytecode is kept although a container says to write none."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

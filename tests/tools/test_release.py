@@ -1,7 +1,5 @@
 """Tests of the release script, on a small package: its files, and the checkouts that it refuses."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

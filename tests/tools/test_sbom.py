@@ -1,7 +1,5 @@
 """Tests of the bill of materials: it has every pin with its digests, in the format of CycloneDX 1.6."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

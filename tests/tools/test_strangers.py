@@ -1,7 +1,5 @@
 """Tests of the draw of texts for the stranger's test: complete, without context, and the same for the same seed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tests of the comparison of a compressed engine's predictions with the full cache's."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Merges that differ from PyTorch's are right if rounding decides a tie, and wrong otherwise."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

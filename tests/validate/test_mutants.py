@@ -1,9 +1,4 @@
-"""A wrong kernel must not pass validation.
-
-These bugs test each part of the validation. `benchmarks/correctness/mutants.py` plants many more.
-"""
-
-from __future__ import annotations
+"""A wrong kernel must not pass validation."""
 
 import shutil
 from collections.abc import Iterator

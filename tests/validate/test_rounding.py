@@ -1,7 +1,5 @@
 """Tests of rounding errors against float64: chance in a small sample fails no right engine, but larger errors do."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -16,11 +14,7 @@ def rounding(engine: NDArray[np.float64], pytorch: NDArray[np.float64]) -> Round
 
 
 def refused(count: int, factor: float) -> tuple[float, float]:
-    """Return the share of draws in which errors `factor` times PyTorch's are refused.
-
-    The second share is by the 99th percentile alone, whatever the size of the sample. The tail is that of a trained
-    model's errors.
-    """
+    """Return the share of draws in which errors `factor` times PyTorch's are refused."""
     rng = np.random.default_rng(count)
     refusals, alone = 0, 0
     for _ in range(DRAWS):

@@ -1,7 +1,5 @@
 """The length of validation sequences, their calls, and caches cut to the slots that they use."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """validate passes a sound artifact, and names the first layer, step and tensor that differ on an altered one."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -50,10 +48,7 @@ def operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def scale_meaning(model: onnx.ModelProto, op: str, attribute_name: str, factor: float) -> None:
-    """Multiply the attribute of the nodes of `op`, and a constant of its function.
-
-    Native operators read the attribute. The constant is the first float between 0.001 and 100.
-    """
+    """Multiply the attribute of the nodes of `op`, and a constant of its function."""
     for node in model.graph.node:
         for attribute in node.attribute:
             if node.op_type == op and attribute.name == attribute_name:

@@ -1,9 +1,4 @@
-"""Tests of the device of ONNX Runtime without a GPU.
-
-They cover the messages on a machine that lacks a part, and the settings that ONNX Runtime gets on a complete machine.
-"""
-
-from __future__ import annotations
+"""Tests of the device of ONNX Runtime without a GPU."""
 
 import json
 import shutil
@@ -279,10 +274,7 @@ def test_releases_that_reuse_the_memory_of_graphs_run_without_them(
 
 
 def test_merges_are_graphs_where_kernels_run_them(cuda_artifact: Path, gpu: Callable[[list[str]], list[Any]]) -> None:
-    """MergeCache is captured in a CUDA graph only if kernels run it.
-
-    Shapes in its function depend on the votes, which a CUDA graph would keep from its capture.
-    """
+    """Shapes in its function depend on the votes, which a CUDA graph would keep from its capture."""
     kernels = native.library("cpu")
     requested = gpu([*devices.PROVIDERS.values()])
     for merging in {kernels, None}:

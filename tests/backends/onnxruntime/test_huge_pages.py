@@ -1,7 +1,5 @@
 """Tests of weights in huge pages: when they are used, and when they are not."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -8,8 +8,6 @@ this machine cannot run is skipped with the name of the missing part. `make cros
 emulator for Arm.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import platform

@@ -3,8 +3,6 @@
 inspect, doctor and validate tell which of the two runs where.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -21,8 +19,9 @@ from kvexport.commands.app import app
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.errors import EnvironmentProblem
+from kvexport.export.build import build
 from kvexport.schema.operators import schema_digest
-from tests.support.models import build_shared, given_tokens_logits, make_recipe, random_ids
+from tests.support.models import given_tokens_logits, make_recipe, random_ids
 from tests.support.tiny_model import RECIPE
 
 needs_library = pytest.mark.skipif(
@@ -45,7 +44,7 @@ def artifact(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
             export = {"prefill_chunk": 16, "logits": "all"}
             cache = {"method": method, "budget": 32, "merge_every": 4}
             recipe = make_recipe(tiny_checkpoint, dtype=dtype, cache=cache, export=export, limits=RECIPE["limits"])
-            built[method, dtype] = build_shared(recipe, folder / "artifact")
+            built[method, dtype] = build(recipe, folder / "artifact")
         return built[method, dtype]
 
     return get

@@ -1,7 +1,5 @@
 """The CUDA stream in which a model's sessions run, on a fake of CUDA's driver, and the options of runs in it."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import threading

@@ -1,7 +1,5 @@
 """Fixtures of the tests that call TensorRT's plugins without TensorRT and without a GPU."""
 
-from __future__ import annotations
-
 import pytest
 
 from plugins.building import make

@@ -4,8 +4,6 @@ The other tests run kvexport on `fake_tensorrt` and `fake_cuda`, which refuse al
 fakes with the real bindings.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from enum import EnumMeta
@@ -99,7 +97,6 @@ def test_cuda_has_every_used_name(real: dict[str, Any]) -> None:
         function = inspect.getattr_static(fake_cuda.FakeCuda, name)
         if inspect.isfunction(function):  # Cython writes C's types before the names, or Python's after them
             signature = re.match(r"\w+\((.*)\)", real["cuda"][name]["doc"])
-            assert signature
             names = [part.split(":")[0].split()[-1] for part in signature[1].split(",") if part]
             assert names == list(inspect.signature(function).parameters)[1:], name
     for name in ("cudaError_t", "cudaMemcpyKind", "cudaStreamCaptureMode"):

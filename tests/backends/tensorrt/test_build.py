@@ -26,7 +26,7 @@ from kvexport.export.rebuild import rebuild
 from kvexport.schema.operators import MERGE_CACHE
 from kvexport.schema.policy import FIT
 from kvexport.validate.runner import validate_artifact
-from tests.support import fake_tensorrt, models
+from tests.support import fake_tensorrt
 from tests.support.tensorrt_artifacts import engines
 from tests.support.with_top_logits import with_top_logits
 
@@ -153,8 +153,7 @@ def test_engines_are_rebuilt_in_place(tiny_artifact: Path, tmp_path: Path, gpu: 
 def test_a_recipe_builds_engines_or_stops_at_the_graphs(tiny_recipe: Path, tmp_path: Path, gpu: Any) -> None:
     small = ["--set", "cache.method=full", "--set", "limits.max_length=32"]
     arguments = ["build", "--recipe", str(tiny_recipe), *small, "--backend", "tensorrt"]
-    with models.remembered_traces():
-        ran = CliRunner().invoke(app, [*arguments, "--stage", "onnx", "--out", str(tmp_path / "graphs")])
+    ran = CliRunner().invoke(app, [*arguments, "--stage", "onnx", "--out", str(tmp_path / "graphs")])
     assert ran.exit_code == 0, ran.output
     assert not gpu.log  # no function of CUDA was called
     assert load_manifest(tmp_path / "graphs").engines == {}
@@ -168,8 +167,7 @@ def test_a_recipe_builds_engines_or_stops_at_the_graphs(tiny_recipe: Path, tmp_p
     manifest = load_manifest(tmp_path / "graphs")
     assert manifest.engines["tensorrt"]["merge"] is None  # `full` merges nothing
     assert manifest.operators == {"VoteAttention": "function", "MergeCache": None}
-    with models.remembered_traces():
-        ran = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "both")])
+    ran = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "both")])
     assert ran.exit_code == 0, ran.output
     both = load_manifest(tmp_path / "both")
     assert both.engines == manifest.engines
@@ -361,8 +359,7 @@ def test_layers_alone_are_held_on_every_backend_and_engines_are_built_for_it(
 
     monkeypatch.setattr(trt, "TrtRunner", Runner)
     arguments = ["--layers", "1", "--length", "24", "--batch", "1", "--backend", "all", "--json"]
-    with models.remembered_traces():
-        ran = CliRunner().invoke(app, ["validate", str(tiny_artifact), *arguments])
+    ran = CliRunner().invoke(app, ["validate", str(tiny_artifact), *arguments])
     assert ran.exit_code == 0, ran.output
     results = json.loads(ran.stdout)
     assert [(r["backend"], r["layers"], r["artifact"]) for r in results] == [

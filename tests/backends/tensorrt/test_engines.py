@@ -1,7 +1,5 @@
 """Tests of running TensorRT engines, on fakes of TensorRT and CUDA that compute with ONNX Runtime on the host."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from dataclasses import replace
@@ -128,10 +126,7 @@ def test_merges_of_one_lane_and_of_the_first_ones_are_graphs_from_their_second_o
 def test_decode_of_each_number_of_lanes_keeps_its_graph(
     tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any
 ) -> None:
-    """Decode of the first lanes and of one lane is captured once each, however their numbers change.
-
-    Other lanes run without a CUDA graph. One lane runs with its own optimization profile.
-    """
+    """Other lanes run without a CUDA graph. One lane runs with its own optimization profile."""
     path = engines(tiny_artifact, tmp_path / "a")
     states = [kvexport.load(one).new_state(3) for one in (path, tiny_artifact)]
     rng = np.random.default_rng(0)

@@ -4,8 +4,6 @@ The tests need TensorRT's headers. All but the first two need a GPU and the kern
 skipped test names the missing part.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +14,8 @@ import pytest
 from kvexport.methods.slots import Statistic
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from plugins.building import make
-from tests.backends.tensorrt.test_head_plugins import MERGED, hold_attention_of_heads, hold_merges_of_heads
-from tests.backends.tensorrt.test_plugins import hold_attention, hold_merges
-from tests.conformance.cases import PROFILES, MergeProfile, Profile
+from tests.backends.tensorrt.test_plugins import every_merge, every_place, every_profile, hold_attention, hold_merges
+from tests.conformance.cases import MergeProfile, Profile
 from tests.conformance.cuda_library import DEVICE, Cuda, DeviceMemory, HostMemory, load, vote_attention_call
 from tests.conformance.cuda_library import Caller as DirectCaller
 from tests.support.tensorrt_harness import FIELDS, Caller, Harness, what_is_missing
@@ -47,27 +44,16 @@ def test_the_harness_links_with_cudas_own_runtime_and_makes_plugins_without_a_gp
         assert plugin.another("again").timing_cache_id == plugin.timing_cache_id
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
+@every_place
+@every_profile
 def test_attention_on_a_gpu(callers: tuple[Caller, DirectCaller], profile: Profile, in_place: bool) -> None:
     hold_attention(*callers, profile, in_place)
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_merges_on_a_gpu(callers: tuple[Caller, DirectCaller], in_place: bool) -> None:
-    hold_merges(*callers, in_place)
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
-def test_attention_of_heads_on_a_gpu(callers: tuple[Caller, DirectCaller], profile: Profile, in_place: bool) -> None:
-    hold_attention_of_heads(*callers, profile, in_place)
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("profile", MERGED, ids=lambda profile: profile.name)
-def test_merges_of_heads_on_a_gpu(callers: tuple[Caller, DirectCaller], profile: MergeProfile, in_place: bool) -> None:
-    hold_merges_of_heads(*callers, profile, in_place)
+@every_place
+@every_merge
+def test_merges_on_a_gpu(callers: tuple[Caller, DirectCaller], profile: MergeProfile, in_place: bool) -> None:
+    hold_merges(*callers, profile, in_place)
 
 
 def test_both_calls_that_are_timed_do_the_same() -> None:
@@ -123,10 +109,7 @@ def decode_inputs(batch: int, slots: int, free: int) -> dict[str, np.ndarray]:
 
 
 def both(plugin: Caller, direct: DirectCaller, inputs: dict[str, np.ndarray]) -> Any:
-    """Return the same call through the plugin and of the kernel itself, each with its own state.
-
-    Each result is a function that enqueues the call, and the call's output.
-    """
+    """Return the same call through the plugin and of the kernel itself, each with its own state."""
     attributes = VoteAttentionAttributes(SIZE**-0.5, 1.0, (Statistic("log_ema", 0.9),))
     memory = direct.memory
     held = {name: memory.put(x) for name, x in inputs.items()}

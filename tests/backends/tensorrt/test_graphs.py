@@ -1,9 +1,4 @@
-"""The graphs that TensorRT's parser reads have only plugins and operators that TensorRT documents.
-
-No shape depends on a value.
-"""
-
-from __future__ import annotations
+"""The graphs that TensorRT's parser reads have only plugins and operators that TensorRT documents."""
 
 from collections import Counter
 from pathlib import Path
@@ -113,10 +108,7 @@ def test_static_rows_read_no_votes(tiny_artifact: Path) -> None:
 
 @pytest.mark.parametrize("used", [0, 5, 32, 33, 40, 48])
 def test_static_rows_mean_the_same(tiny_artifact: Path, used: int) -> None:
-    """Static rows give the same results for caches that are empty, within the budget, just over it, and full.
-
-    The second sequence uses half as many slots.
-    """
+    """The second sequence uses half as many slots."""
     state = load_manifest(tiny_artifact, verify=False).cache
     model = graphs(tiny_artifact)["merge"]
     fixed, _ = for_tensorrt(model, plugin_refusal("off"))

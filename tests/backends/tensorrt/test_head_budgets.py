@@ -1,7 +1,5 @@
 """Per-head budgets on TensorRT, on fakes of TensorRT and CUDA: a layer is one plugin of each operator."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 TensorRT runs convolutions, which no plugin computes. Experts and recurrent states are refused by name.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

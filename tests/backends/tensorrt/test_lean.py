@@ -4,8 +4,6 @@ It registers the plugins, and asks them about the nodes that the exporter writes
 It is skipped if the lean runtime or the plugins for the host are missing, with the command that provides them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

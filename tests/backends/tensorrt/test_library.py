@@ -5,8 +5,6 @@ build-cache/tensorrt-site and at ``KVEXPORT_TENSORRT_SITE``. A skipped test name
 provides it.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

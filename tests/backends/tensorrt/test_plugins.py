@@ -4,9 +4,8 @@ The calls are in tensorrt_harness.py. The tests need TensorRT's headers. A skipp
 them.
 """
 
-from __future__ import annotations
-
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,14 +26,20 @@ from tests.conformance.cases import (
     Profile,
     merge_cache_state,
     single_precision,
+    states_of,
     stored_precision,
     vote_attention_inputs,
 )
+from tests.conformance.cases import heads_of as heads_of_profile
 from tests.conformance.comparison import assert_near, assert_same_cache, state_of
 from tests.conformance.cuda_library import Caller as DirectCaller
-from tests.conformance.cuda_library import HostMemory, bfloat16, float32_of, lacks, vote_attention_call
+from tests.conformance.cuda_library import HostMemory, bfloat16, float32_of, lacks
 from tests.conformance.layout import of_heads
 from tests.conformance.oracle import merge_cache, vote_attention
+from tests.conformance.test_cuda_heads import MANY, call_of, heads_of
+from tests.conformance.test_cuda_heads_merge import MANY as MANY_THAT_MERGE
+from tests.conformance.test_cuda_heads_merge import call_of as merge_call_of
+from tests.conformance.test_cuda_heads_merge import heads_of as states_of_heads
 from tests.support.tensorrt_harness import (
     ATTENTION,
     BF16,
@@ -60,9 +65,18 @@ B, T = -2, -3  # symbols of the batch and of the number of tokens
 
 
 def attention_tensors(
-    cache: int = HALF, batch: int = B, tokens: int = T, *, most: tuple[int, int] = (4, 3), sinks: bool = True
+    cache: int = HALF,
+    batch: int = B,
+    tokens: int = T,
+    *,
+    most: tuple[int, int] = (4, 3),
+    sinks: bool = True,
+    heads: int = 2,
+    slots: int = 192,
+    statistics: int = 2,
+    values: int = 24,
 ) -> list[Tensor]:
-    """Return inputs of attention: 4 query heads over 2 KV heads of 96 slots, keys of 16 and values of 24.
+    """Return inputs of attention with two query heads for each KV head and keys of 16, of which 5 to 9 are the state.
 
     `most` has the largest batch and number of tokens.
     """
@@ -70,14 +84,11 @@ def attention_tensors(
     def tensor(kind: int, *shape: int) -> Tensor:
         return Tensor.of(kind, shape, [most[0] if size == B else most[1] if size == T else size for size in shape])
 
-    tensors = [
-        tensor(cache, batch, 4, tokens, 16),
-        tensor(cache, batch, 2, tokens, 16),
-        tensor(cache, batch, 2, tokens, 24),
-    ]
+    new = [(2 * heads, 16), (heads, 16), (heads, values)]
+    tensors = [tensor(cache, batch, count, tokens, size) for count, size in new]
     tensors += [tensor(INT64, batch, tokens), tensor(INT64, batch, 1)]
-    tensors += [tensor(cache, batch, 192, 16), tensor(cache, batch, 192, 24), tensor(FLOAT, batch, 192)]
-    tensors += [tensor(FLOAT, batch, 2, 192), tensor(INT32, batch, 192)]
+    tensors += [tensor(cache, batch, slots, 16), tensor(cache, batch, slots, values), tensor(FLOAT, batch, slots)]
+    tensors += [tensor(FLOAT, batch, statistics, slots), tensor(INT32, batch, slots)]
     return [*tensors, tensor(FLOAT, 4)] if sinks else tensors
 
 
@@ -145,6 +156,8 @@ def test_fields_survive_a_copy_an_engine_and_a_context(harness: Harness) -> None
     assert identities == {first.timing_cache_id}
     other = harness.create("MergeCache", {**MERGE, "budget": (FIELD_INT32, np.array([64, 65], np.int32).tobytes(), 2)})
     assert other and other.timing_cache_id != first.timing_cache_id
+    assert {other.another(how).timing_cache_id for how in ("clone", "again", "attach")} == {other.timing_cache_id}
+    assert "budget=64,65" in other.timing_cache_id
 
 
 @pytest.mark.parametrize(
@@ -157,11 +170,7 @@ def test_fields_survive_a_copy_an_engine_and_a_context(harness: Harness) -> None
             "the field scale should be one float32, and is 1 int32",
         ),
         ("VoteAttention", {"statistics": (FIELD_CHAR, b"entropy,none\0", 13)}, "statistics is 'entropy'"),
-        (
-            "VoteAttention",
-            {"window": (FIELD_INT32, b"\0\0\0\0", 1)},
-            "statistics, decay, window and recency_weight differ in length: 2, 2, 1, 2",
-        ),
+        ("VoteAttention", {"window": (FIELD_INT32, b"\0\0\0\0", 1)}, "recency_weight differ in length: 2, 2, 1, 2"),
         (
             "VoteAttention",
             {"sliding_window": (FIELD_INT64, b"\0" * 7 + b"\1", 1)},
@@ -174,6 +183,13 @@ def test_fields_survive_a_copy_an_engine_and_a_context(harness: Harness) -> None
         ("MergeCache", {"alias_state": (FIELD_INT32, b"\2\0\0\0", 1)}, "alias_state is 2, and has to be 0 or 1"),
         ("MergeCache", {"selector": (FIELD_CHAR, b"own", 3)}, "there is no field selector; known: capacity, budget,"),
         ("VoteAttention", {"budget": (FIELD_INT32, b"\1\0\0\0", 1)}, "there is no field budget; known: scale,"),
+        ("VoteAttention", parsed({"capacity": [96, 0]}), "capacity is 0, and has to be at least 1"),
+        ("MergeCache", {"budget": None}, "the field budget is missing; it should be int32s"),
+        ("MergeCache", parsed({"budget": [24, 16, 8]}), "budget and recent have a number for each KV head, not 3"),
+        ("MergeCache", parsed({"capacity": [24, 16, 8]}), "capacity has 3 numbers, and budget 2"),
+        ("MergeCache", parsed({"budget": [24, 0]}), "budget is 0, and has to be at least 1"),
+        ("MergeCache", parsed({"recent": [-1, 16]}), "recent is -1, and has to be at least 0"),
+        ("MergeCache", {"select": None}, "the node carries no merge policy"),
     ],
 )
 @pytest.mark.parametrize("phase", [BUILD, RUNTIME])
@@ -184,7 +200,8 @@ def test_a_bad_field_is_a_reason_in_the_log(
         name: field for name, field in {**(ATTENTION if op == "VoteAttention" else MERGE), **change}.items() if field
     }
     assert harness.create(op, fields, phase) is None
-    assert f"kvexport: {op}: {message}" in harness.log()
+    log = harness.log()
+    assert f"kvexport: {op}: " in log and message in log
 
 
 # ---- shapes, types, workspace ----
@@ -203,7 +220,6 @@ def test_shapes_are_propagated_with_batch_and_tokens_open(harness: Harness) -> N
 @pytest.mark.parametrize("cache", [FLOAT, HALF, BF16])
 def test_every_type_of_cache_and_nothing_else_is_supported(harness: Harness, cache: int) -> None:
     plugin = harness.create("VoteAttention", ATTENTION)
-    assert plugin
     state = [cache, cache, FLOAT, FLOAT, INT32]
     types = [cache] * 3 + [INT64, INT64, *state, FLOAT, cache, *state]
     assert plugin.output_types(attention_tensors(cache)) == types[11:]
@@ -237,6 +253,28 @@ def test_shapes_that_do_not_fit_are_named(
     assert f"kvexport: VoteAttention: {message}" in harness.log()
 
 
+@pytest.mark.parametrize(
+    ("op", "capacity", "slots", "message"),
+    [
+        ("VoteAttention", [96, 40, 64], 200, "capacity has 3 numbers, but there are 2 KV heads"),
+        ("VoteAttention", [96, 40], 137, "the sum of capacity is 136, but there are 137 slots"),
+        ("VoteAttention", None, 137, "137 slots are not the same number for each of 2 KV heads"),
+        ("MergeCache", [96, 40], 137, "the sum of capacity is 136, but there are 137 slots"),
+        ("MergeCache", None, 1, "1 slots are not the same number for each of 2 KV heads"),
+    ],
+)
+def test_slots_that_are_not_those_of_the_heads_are_named(
+    harness: Harness, op: str, capacity: list[int] | None, slots: int, message: str
+) -> None:
+    attends = op == "VoteAttention"
+    plugin = harness.create(
+        op, (ATTENTION if attends else MERGE) | (parsed({"capacity": capacity}) if capacity else {})
+    )
+    tensors = attention_tensors(slots=slots, statistics=2 if attends else 1, sinks=False)
+    assert plugin and plugin.output_shapes(tensors if attends else tensors[5:]) is None
+    assert f"kvexport: {op}: {message}" in harness.log()
+
+
 def test_types_and_counts_that_do_not_fit_are_named(harness: Harness) -> None:
     plugin = harness.create("VoteAttention", ATTENTION)
     assert plugin and plugin.output_types(changed(attention_tensors(), 3, INT32)) is None
@@ -248,10 +286,7 @@ def test_types_and_counts_that_do_not_fit_are_named(harness: Harness) -> None:
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        (
-            changed(attention_tensors(), 5, shape=(B, -1, 16)),
-            "only the batch and the number of tokens may be left open",
-        ),
+        (changed(attention_tensors(), 5, shape=(B, -1, 16)), "only the batch and the number of tokens may be left"),
         (attention_tensors(most=(4, 97)), "more tokens than a KV head has slots"),
         (attention_tensors(most=(40000, 1)), "more than 65536 KV heads"),
     ],
@@ -265,45 +300,79 @@ def test_calls_without_a_kernel_are_refused_when_the_engine_is_built(
     assert message in harness.log()
 
 
+def test_more_tokens_than_the_smallest_head_has_slots_are_refused_when_the_engine_is_built(harness: Harness) -> None:
+    plugin = harness.create("VoteAttention", ATTENTION | parsed({"capacity": [96, 40]}))
+    assert plugin and plugin.call("configure", attention_tensors(slots=136, most=(4, 40))) == 0, harness.log()
+    assert plugin.call("configure", attention_tensors(slots=136, most=(4, 41))) != 0
+    assert "more tokens than a KV head has slots" in harness.log()
+
+
 def test_a_cache_that_shared_memory_does_not_hold_is_refused_when_the_engine_is_built(harness: Harness) -> None:
-    plugin, slots = harness.create("MergeCache", MERGE), 50_000
-    shapes = ((B, 2 * slots, 16), (B, 2 * slots, 24), (B, 2 * slots), (B, 1, 2 * slots), (B, 2 * slots))
-    tensors = attention_tensors()[5:10]
-    assert plugin and plugin.call("configure", changed(tensors, 3, shape=(B, 1, 192))) == 0, harness.log()
-    large = [Tensor.of(x.type, shape, [4, *shape[1:]]) for x, shape in zip(tensors, shapes, strict=True)]
+    plugin = harness.create("MergeCache", MERGE)
+    small, large = (attention_tensors(slots=slots, statistics=1)[5:10] for slots in (192, 100_000))
+    assert plugin and plugin.call("configure", small) == 0, harness.log()
     assert plugin.call("configure", large) != 0
     assert "MergeCache: the cache has more slots" in harness.log()
 
 
-def test_the_workspace_does_for_every_smaller_problem(harness: Harness, direct: DirectCaller) -> None:
-    """The workspace suffices for every smaller problem. A smaller batch has more splits, and may need more."""
+@pytest.mark.parametrize(("slots", "batches"), [((4096, 4096), 4), ((4096, 900, 2000), 64)])
+def test_the_workspace_does_for_every_smaller_attention(
+    harness: Harness, direct: DirectCaller, slots: tuple[int, ...], batches: int
+) -> None:
+    """A smaller batch has more splits, and a prompt runs other kernels than a step, so each may need more."""
     attributes = VoteAttentionAttributes(0.25, 1.0, (Statistic("log_ema", 0.9),))
-    plugin = harness.create("VoteAttention", parsed(vote_attention_node_attributes(attributes)))
+    plugin = harness.create("VoteAttention", parsed(vote_attention_node_attributes(attributes, slots)))
     assert plugin
 
     def kernels(batch: int, tokens: int) -> int:
-        call, size = (
-            vote_attention_call(attributes, "float16", (batch, 4, tokens, 16), (batch, 2, 4096, 16), 24),
-            ctypes.c_size_t(),
-        )
+        size = ctypes.c_size_t()
+        call = call_of(slots, attributes, "float16", batch, 2, 16, tokens)
         assert direct.library.kv_cuda_vote_attention_workspace(call, size) is None
         return size.value
 
-    tensors = attention_tensors(most=(4, 300))
-    for at, shape in {5: (B, 8192, 16), 6: (B, 8192, 24), 7: (B, 8192), 8: (B, 1, 8192), 9: (B, 8192)}.items():
-        tensors[at] = Tensor.of(tensors[at].type, shape, [4, *shape[1:]])
-    every = {(batch, tokens): kernels(batch, tokens) for batch in range(1, 5) for tokens in (1, 2, 300)}
-    assert max(every, key=lambda case: every[case]) not in ((4, 1), (4, 300)), (
-        "no smaller problem needs more, so the test shows nothing"
+    every = {(batch, tokens): kernels(batch, tokens) for batch in range(1, batches + 1) for tokens in (1, 2, 300)}
+    most = max(every.values())
+    assert every[batches, 300] < most, "no smaller problem needs more, so the test shows nothing"
+    if len({*slots}) == 1:
+        assert max(every, key=lambda case: every[case]) != (batches, 1), "no smaller batch needs as much"
+    tensors = attention_tensors(
+        slots=sum(slots), heads=len(slots), statistics=1, most=(batches, 300), values=16, sinks=False
     )
-    assert plugin.call("workspace", tensors) == max(every.values()) + 256  # for its alignment
+    assert plugin.call("workspace", tensors) == most + 256  # for its alignment
+
+
+def test_the_workspace_does_for_every_smaller_merge(harness: Harness, direct: DirectCaller) -> None:
+    slots, budgets, size = (4096, 900, 2000), (4000, 800, 1900), ctypes.c_size_t()
+    attributes = [MergeCacheAttributes(all_methods()["ballot"](), budget, 2, 8) for budget in budgets]
+    plugin = harness.create("MergeCache", parsed(merge_cache_node_attributes(attributes, slots)))
+    assert plugin
+    sizes = []
+    for batch in range(1, 5):
+        call = merge_call_of("ballot", slots, budgets, batch, 16)
+        assert direct.library.kv_cuda_merge_cache_workspace(call, size) is None
+        sizes.append(size.value)
+    statistics = len(attributes[0].method.statistics)
+    tensors = attention_tensors(slots=sum(slots), heads=3, statistics=statistics, values=16)[5:10]
+    assert plugin.call("workspace", tensors) == max(sizes) + 256, harness.log()
 
 
 # ---- running ----
 
+MERGED = [profile for profile in MERGE_PROFILES if lacks(profile.build_method()) is None]
+every_place = pytest.mark.parametrize("in_place", [True, False])
+every_profile = pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
+every_merge = pytest.mark.parametrize("profile", MERGED, ids=lambda profile: profile.name)
 
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
+
+def assert_same(ones: Sequence[Arrays], others: Sequence[Arrays], where: str = "") -> None:
+    for h, (one, other) in enumerate(zip(ones, others, strict=True)):
+        assert one.keys() == other.keys()
+        for name, x in one.items():
+            assert x.tobytes() == other[name].tobytes(), f"{name} of head {h} {where}"
+
+
+@every_place
+@every_profile
 def test_attention_is_the_kernels_bits_and_the_oracles_figures(
     harness: Harness, direct: DirectCaller, profile: Profile, in_place: bool
 ) -> None:
@@ -311,50 +380,50 @@ def test_attention_is_the_kernels_bits_and_the_oracles_figures(
 
 
 def hold_attention(caller: Caller, direct: DirectCaller, profile: Profile, in_place: bool) -> None:
+    """Compare attention over heads of one capacity, and of several, with the kernels' own."""
+    statistics = profile.attributes.statistics
     for scenario in SCENARIOS:
         inputs = vote_attention_inputs(profile, scenario)
-        actual = caller.vote_attention(inputs, profile.attributes, in_place=in_place)
-        expected = direct.vote_attention(inputs, profile.attributes, in_place=in_place)
-        assert {name: x.tobytes() for name, x in actual.items()} == {
-            name: x.tobytes() for name, x in expected.items()
-        }, scenario.name
+        for parts in (heads_of_profile(profile, scenario), [inputs]):
+            actual = caller.vote_attention_of(parts, profile.attributes, in_place=in_place)
+            assert_same(actual, direct.vote_attention_of(parts, profile.attributes, in_place=in_place), scenario.name)
         if scenario.name in ("one-token-ragged", "idle-lanes"):
             right = vote_attention(inputs, profile.attributes)
-            assert_near(
-                actual["output"], right["output"], stored_precision(profile.dtype, scenario.peak), scenario.name
-            )
             single, stored = single_precision(scenario.peak), stored_precision(profile.dtype, scenario.peak)
-            assert_same_cache(
-                state_of(actual), state_of(right), profile.attributes.statistics, single=single, stored=stored
-            )
+            assert_near(actual[0]["output"], right["output"], stored, scenario.name)
+            assert_same_cache(state_of(actual[0]), state_of(right), statistics, single=single, stored=stored)
 
 
-@pytest.mark.parametrize("in_place", [True, False])
+@every_place
+@every_merge
 def test_merges_are_the_kernels_bits_and_the_oracles_figures(
-    harness: Harness, direct: DirectCaller, in_place: bool
+    harness: Harness, direct: DirectCaller, profile: MergeProfile, in_place: bool
 ) -> None:
-    hold_merges(Caller(harness), direct, in_place)
+    hold_merges(Caller(harness), direct, profile, in_place)
 
 
-def hold_merges(caller: Caller, direct: DirectCaller, in_place: bool) -> None:
-    for profile in (p for p in MERGE_PROFILES if lacks(p.build_method()) is None):
-        for scenario in MERGE_SCENARIOS:
-            state = merge_cache_state(profile, scenario)
-            attributes = merge_attributes(profile, scenario.capacity, scenario.budget)
-            actual = caller.merge_cache(state, attributes, in_place=in_place)
-            expected = direct.merge_cache(state, attributes, in_place=in_place)
-            where = f"{profile.name}, {scenario.name}"
-            assert {name: x.tobytes() for name, x in actual.items()} == {
-                name: x.tobytes() for name, x in expected.items()
-            }, where
-            if scenario.name == "ragged-over-the-budget":
-                single, stored = single_precision(scenario.peak), stored_precision(profile.dtype, scenario.peak)
-                right = state_of(merge_cache(state, attributes))
-                assert_same_cache(state_of(actual), right, profile.statistics, single=single, stored=stored, what=where)
+def hold_merges(caller: Caller, direct: DirectCaller, profile: MergeProfile, in_place: bool) -> None:
+    """Compare merges of heads of one budget, and of several, with the kernels' own."""
+    for scenario in MERGE_SCENARIOS:
+        state = merge_cache_state(profile, scenario)
+        own = profile.attributes(scenario.capacity if profile.method == "full" else scenario.budget)
+        for parts, attributes in (states_of(profile, scenario), ([state], [own])):
+            actual = caller.merge_cache_of(parts, attributes, in_place=in_place)
+            assert_same(actual, direct.merge_cache_of(parts, attributes, in_place=in_place), scenario.name)
+        if scenario.name == "ragged-over-the-budget":
+            single, stored = single_precision(scenario.peak), stored_precision(profile.dtype, scenario.peak)
+            right = state_of(merge_cache(state, own))
+            assert_same_cache(state_of(actual[0]), right, profile.statistics, single=single, stored=stored)
 
 
-def merge_attributes(profile: MergeProfile, capacity: int, budget: int) -> MergeCacheAttributes:
-    return profile.attributes(capacity if profile.method == "full" else budget)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_more_heads_than_a_launch_takes_are_one_plugin(harness: Harness, direct: DirectCaller, dtype: str) -> None:
+    assert min(len(MANY), len(MANY_THAT_MERGE)) > 32
+    heads = heads_of(MANY, 2, dtype=dtype)
+    attributes = VoteAttentionAttributes(0.25, 1.0, (Statistic("log_ema", 0.9), Statistic("probability")))
+    assert_same(Caller(harness).vote_attention_of(heads, attributes), direct.vote_attention_of(heads, attributes))
+    states, merges = states_of_heads("ballot", MANY_THAT_MERGE, dtype)
+    assert_same(Caller(harness).merge_cache_of(states, merges), direct.merge_cache_of(states, merges), "after a merge")
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS[:3], ids=lambda scenario: scenario.name)
@@ -370,10 +439,7 @@ def test_bfloat16(harness: Harness, scenario: Any) -> None:
 
 
 def test_one_instance_runs_again_and_again_in_rubbish(harness: Harness) -> None:
-    """One plugin instance runs repeatedly on a workspace that other layers use in between.
-
-    The kernels' counters belong to the instance. They are zero at first and after every call.
-    """
+    """The kernels' counters belong to the instance. They are zero at first and after every call."""
     attributes = VoteAttentionAttributes(0.25, 1.0, (Statistic("log_ema", 0.9), Statistic("probability")))
     rng, memory = np.random.default_rng(3), HostMemory()
     shapes = {tensor: t.shape for tensor, t in zip(INPUTS, attention_tensors(FLOAT, 1, 1, sinks=False), strict=False)}
@@ -384,7 +450,6 @@ def test_one_instance_runs_again_and_again_in_rubbish(harness: Harness) -> None:
     held["past_position"] = memory.put(np.tile(np.arange(1024, dtype=np.int32), (1, 2)))
     held["query_length"] = memory.put(np.ones((1, 1), np.int64))
     plugin = harness.create("VoteAttention", ATTENTION)
-    assert plugin
     plugin = plugin.another("attach")
     workspace = memory.bytes(1 << 20, 0)
     for step in range(3):

@@ -1,9 +1,4 @@
-"""Packed weights in the graphs that TensorRT's parser reads: blocks of int4, whose scales are above 0.
-
-These tests do not run TensorRT.
-"""
-
-from __future__ import annotations
+"""Packed weights in the graphs that TensorRT's parser reads: blocks of int4, whose scales are above 0."""
 
 import shutil
 from pathlib import Path
@@ -19,7 +14,7 @@ from kvexport.artifact.reading import load_manifest
 from kvexport.backends.tensorrt.graphs import for_tensorrt, plugin_refusal
 from kvexport.backends.tensorrt.weights import require_taken
 from kvexport.errors import UsageError
-from kvexport.export.build import read_model
+from kvexport.export.build import build, read_model
 from kvexport.export.weights.specs import packed_formats, weight_notes, weight_specs
 from kvexport.recipe.fields import Recipe
 from tests.export.test_quantized import AWQ
@@ -47,7 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def artifact(checkpoint: Path) -> Path:
     """The checkpoint's graphs for TensorRT."""
-    return models.build_shared(recipe_of(checkpoint, ROUNDED), checkpoint.parent / "artifact", graphs_only=True)
+    return build(recipe_of(checkpoint, ROUNDED), checkpoint.parent / "artifact", graphs_only=True)
 
 
 def decoder_of(artifact: Path) -> onnx.ModelProto:
@@ -136,7 +131,7 @@ def test_an_artifact_with_a_packed_embedding_is_refused_by_name(
     checkpoint: Path, tmp_path: Path, plugins: Path, head: Any
 ) -> None:
     weights = {**ROUNDED, "head": head}
-    artifact_of_another = models.build_shared(recipe_of(checkpoint, weights, "onnxruntime"), tmp_path / "a")
+    artifact_of_another = build(recipe_of(checkpoint, weights, "onnxruntime"), tmp_path / "a")
     message = r"embed_tokens\.rows has u?int8 numbers: TensorRT does not pick rows of packed weights"
     with pytest.raises(UsageError, match=message) as refused:
         engines(artifact_of_another, tmp_path / "engines")
@@ -145,7 +140,7 @@ def test_an_artifact_with_a_packed_embedding_is_refused_by_name(
 
 def test_an_artifact_with_other_blocks_is_refused_by_name(checkpoint: Path, tmp_path: Path, plugins: Path) -> None:
     weights = {**ROUNDED, "group": 32, "head": "float"}
-    artifact_of_another = models.build_shared(recipe_of(checkpoint, weights, "onnxruntime"), tmp_path / "a")
+    artifact_of_another = build(recipe_of(checkpoint, weights, "onnxruntime"), tmp_path / "a")
     with pytest.raises(UsageError, match=r"q_proj\.weight has int4 numbers in groups of 32: TensorRT takes only"):
         engines(artifact_of_another, tmp_path / "engines")
 

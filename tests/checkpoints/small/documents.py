@@ -31,7 +31,6 @@ MAX_PEOPLE = 48
 def _tiny() -> ModuleType:
     """Import the tiny checkpoint's train.py, for its copied rows and for saving."""
     spec = importlib.util.spec_from_file_location("tiny_checkpoint", TINY / "train.py")
-    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

@@ -1,7 +1,5 @@
 """Tests of the pass that makes LoRA adapters a step of their Linear node, and of its refusals."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 import pytest

@@ -1,7 +1,5 @@
 """Tests of the passes for Linear: which nodes of a decoder become one, and which nodes around them it replaces."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,9 +1,4 @@
-"""Past and present state in one buffer.
-
-The proof accepts all built graphs and refuses graphs that would be wrong. The bits of both variants confirm it.
-"""
-
-from __future__ import annotations
+"""Past and present state in one buffer."""
 
 from pathlib import Path
 from typing import Any

@@ -1,9 +1,4 @@
-"""The pass that picks the last token's row as early as shapes prove that no other node reads the other rows.
-
-The logits stay the same.
-"""
-
-from __future__ import annotations
+"""The pass that picks the last token's row as early as shapes prove that no other node reads the other rows."""
 
 from functools import cache
 from pathlib import Path
@@ -19,6 +14,7 @@ from transformers import Gemma2Config, LlamaConfig, Qwen2Config
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime.operators import VARIABLE
 from kvexport.engine.load import load
+from kvexport.export.build import build
 from kvexport.export.passes.last_rows import LAST_ROWS
 from kvexport.export.passes.report import remove_unused, run_passes
 from tests.support import models
@@ -228,10 +224,7 @@ GEMMA = {
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A function that returns a model's artifact and Hugging Face's logits of all SEQUENCES, made once per model.
-
-    The artifact gives the last token's logits, and its cache keeps all tokens.
-    """
+    """A function that returns a model's artifact and Hugging Face's logits of all SEQUENCES, made once per model."""
     folder = tmp_path_factory.mktemp("rows")
 
     @cache
@@ -243,9 +236,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Any:
         recipe = models.make_recipe(
             checkpoint, cache={"method": "full"}, export={"prefill_chunk": CHUNK}, limits=limits
         )
-        return models.build_shared(recipe, folder / f"{name}-artifact"), models.hugging_face_logits(
-            checkpoint, SEQUENCES
-        )
+        return build(recipe, folder / f"{name}-artifact"), models.hugging_face_logits(checkpoint, SEQUENCES)
 
     return get
 

@@ -1,9 +1,4 @@
-"""Products by ONNX Runtime's own operators compute what Linear does, and are of types that its CUDA provider has.
-
-They run on the CPU provider, which has the same operators.
-"""
-
-from __future__ import annotations
+"""Products by ONNX Runtime's own operators compute what Linear does, and are of types that its CUDA provider has."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Norms that scale in float32 are computed in float32. They are refused if other types occur."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort

@@ -1,7 +1,5 @@
 """Packed weights in an ONNX graph, run by ONNX Runtime, against their definition in numpy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tests of how often each pass applies to whole decoders, so that a fusion that silently stops matching is noticed."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

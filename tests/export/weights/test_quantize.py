@@ -1,7 +1,5 @@
 """Tests of weights rounded at build: their error is near the least possible, and an artifact computes with them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,10 +100,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_computed_of_floats_are_rounded_as_tensors_are(tiny_checkpoint: Path) -> None:
-    """Weights that are computed from floats are rounded like tensors.
-
-    Such weights are a GGUF file's queries and keys, whose rows are in another order, and 8-bit floats.
-    """
+    """Such weights are a GGUF file's queries and keys, whose rows are in another order, and 8-bit floats."""
     recipe = Recipe.model_validate({**RECIPE, "model": {"path": str(tiny_checkpoint)}, "weights": {"bits": 4}})
     shape = read_model(recipe)
     name = "model.layers.0.self_attn.q_proj.weight"

@@ -1,7 +1,5 @@
 """Tests of weights as ONNX external data: layout, casts against PyTorch, hard links, digests, memory, and refusals."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import itertools

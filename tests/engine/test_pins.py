@@ -14,11 +14,12 @@ from kvexport.engine.load import load
 from kvexport.engine.prefixes import Prefixes
 from kvexport.engine.request import Request
 from kvexport.errors import SnapshotError, UsageError
+from kvexport.export.build import build
 from kvexport.language.chat import ChatTemplate
 from kvexport.recipe.fields import Recipe
 from kvexport.state.sessions import pins_after
 from kvexport.state.snapshot import Snapshot
-from tests.support.models import build_shared, make_recipe, random_ids
+from tests.support.models import make_recipe, random_ids
 from tests.support.on_device import onto_device
 from tests.support.tensorrt_artifacts import engines as tensorrt_engines
 
@@ -37,7 +38,7 @@ def recipe_of(checkpoint: Path, model_dtype: str = "float32", **cache: Any) -> R
 
 @pytest.fixture(scope="module")
 def artifact(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_shared(recipe_of(tiny_checkpoint), tmp_path_factory.mktemp("pins") / "artifact")
+    return build(recipe_of(tiny_checkpoint), tmp_path_factory.mktemp("pins") / "artifact")
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def slots(lanes: Lanes, lane: int, positions: set[int]) -> dict[tuple[int, int, 
 def test_pinned_slots_survive_20_times_the_budget_bit_for_bit(
     tiny_checkpoint: Path, tmp_path: Path, method: str, dtype: str, cache: str
 ) -> None:
-    engine = load(build_shared(recipe_of(tiny_checkpoint, dtype, method=method, dtype=cache), tmp_path / "artifact"))
+    engine = load(build(recipe_of(tiny_checkpoint, dtype, method=method, dtype=cache), tmp_path / "artifact"))
     lanes = engine.lanes(3)
     pinned = [{p for first, end in pins for p in range(first, end)} for pins in PINS]
     for lane, pins in enumerate(PINS):
@@ -106,7 +107,7 @@ def test_pins_at_the_front_equal_sinks_and_free_room_equals_budget(
     sequences = ids_of(2, LENGTH, LENGTH - 30, 50)
     for sinks, pins in ((ROOM, ((0, ROOM),)), (2, ())):
         recipe = recipe_of(tiny_checkpoint, budget=BUDGET + ROOM, pinned=0, sinks=sinks)
-        both = load(artifact), load(build_shared(recipe, tmp_path / str(sinks)))
+        both = load(artifact), load(build(recipe, tmp_path / str(sinks)))
         lanes = [engine.lanes(3) for engine in both]
         for lane in range(3):
             lanes[0].pin(lane, pins)
@@ -234,7 +235,7 @@ def test_an_artifact_without_room_refuses_pins(tiny_artifact: Path, tiny_checkpo
     with pytest.raises(UsageError, match="pins 4 tokens, and the artifact has room for 0") as refused:
         load(tiny_artifact).generate(list(range(30)), pin=4, max_new_tokens=2)
     assert "--set cache.pinned=4" in refused.value.fix
-    full = build_shared(recipe_of(tiny_checkpoint, method="full", pinned=0), tmp_path / "full")
+    full = build(recipe_of(tiny_checkpoint, method="full", pinned=0), tmp_path / "full")
     with pytest.raises(UsageError, match=r"evicts nothing \(full\)"):
         load(full).generate(list(range(30)), pin=4, max_new_tokens=2)
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from kvexport.engine.engine import Engine
+from kvexport.export.build import build
 from tests.support.http_server import Running, engine_of, running
-from tests.support.models import build_shared, make_recipe
+from tests.support.models import make_recipe
 
 ROOM = 24
 FILLER = "x y z " * 12
@@ -23,7 +24,7 @@ def engine(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> E
     cache = {"method": "keepkv", "budget": 32, "merge_every": 4, "pinned": ROOM}
     limits = {"max_length": 512, "max_batch": 4}
     recipe = make_recipe(tiny_checkpoint, cache=cache, export={"prefill_chunk": 16}, limits=limits)
-    return engine_of(build_shared(recipe, tmp_path_factory.mktemp("pins") / "artifact"))
+    return engine_of(build(recipe, tmp_path_factory.mktemp("pins") / "artifact"))
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,11 @@
         [--known] [--threads 1]
 
 RULER's own scripts write the prompts (CHECKOUT is a copy of NVIDIA/RULER; they need the packages wonderwords, scipy,
-nltk and tenacity). A prompt is put into the model's chat template, and RULER's beginning of the answer follows, as in
-RULER. The text is read and compressed before its question is known; with --known the whole prompt is read first and
-compressed at its end (`cache.merge_prompts: end`). `default` has measured budgets of KV heads; the other methods have
-as many slots in every head. A method may have settings, as in full:cache.dtype=int8.
+nltk and tenacity; of their json/english_words.json a `{}` is enough for texts of some thousand words). A prompt is put
+into the model's chat template, and RULER's beginning of the answer follows, as in RULER. The text is read and
+compressed before its question is known; with --known the whole prompt is read first and compressed at its end
+(`cache.merge_prompts: end`). `default` has measured budgets of KV heads; the other methods have as many slots in every
+head. A method may have settings, as in full:cache.dtype=int8.
 
 In the tasks with several needles, --questions of them are asked of copies of the cache, so that the text is read once.
 The score is RULER's: the share of the true answers that the generated text contains. Intervals of 95 % come from a
@@ -37,6 +38,8 @@ from kvexport.engine.engine import Engine
 from kvexport.evaluate.settings import overrides_of
 from kvexport.evaluate.suites import Item, read_ruler
 from kvexport.export.model.checkpoint import resolve_checkpoint
+from kvexport.export.model.gguf import read_gguf
+from kvexport.export.model.gguf_model import cached_texts
 
 TASKS = "niah_single_1,niah_multikey_2,niah_multikey_3,vt,cwe,fwe"
 NEEDLE = re.compile(r"for (\S+) is: (\S+)\.$", re.MULTILINE)
@@ -74,6 +77,12 @@ def prepare(checkout: Path, tokenizer: Path, length: int, samples: int, tasks: S
         }
         options = [x for key, value in arguments.items() for x in (f"--{key}", str(value))]
         subprocess.run([sys.executable, data / f"{own['task']}.py", *options], check=True, stdout=subprocess.DEVNULL)
+
+
+def tokenizer_folder(model: str) -> Path:
+    """Return the folder with the tokenizer of a checkpoint; that of a GGUF file is written for RULER's scripts."""
+    path = resolve_checkpoint(model, None)
+    return path if path.is_dir() else cached_texts(read_gguf(path))
 
 
 def parts_of(rendered: str, item: Item) -> tuple[str, str]:
@@ -182,7 +191,7 @@ def main() -> None:
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     methods, tasks = options.methods.split(","), options.tasks.split(",")
-    folder = resolve_checkpoint(options.model, None)
+    folder = tokenizer_folder(options.model)
     prompts = options.work / f"prompts-{options.length}-{options.samples}"
     prepare(options.ruler, folder, options.length, options.samples, tasks, prompts)
     items = read_ruler(prompts)

@@ -78,6 +78,7 @@ class Chat:
             self.engine.add(request)
         except KvexportError:
             self.messages.pop()
+            self.images = images
             raise
         shown, interrupted = 0, False
         try:
@@ -92,6 +93,7 @@ class Chat:
         print(flush=True)
         if request.error is not None and not interrupted:
             self.messages.pop()
+            self.images = images
             raise request.error
         self.messages.append({"role": "assistant", "content": "".join(token.text for token in request.tokens)})
         # An interrupted step leaves no snapshot; the next turn then reads the whole conversation again.

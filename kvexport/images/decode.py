@@ -19,14 +19,15 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MOST_BYTES = 32 << 20
 MOST_PIXELS = 1 << 26  # 0.4 GB while they are scaled
 _SERVED_WEBP = 1 << 23  # pixels that take 0.1 s to decode
+_SERVED_SCANS = 64  # of a progressive JPEG, which has ten; every scan takes as long as an image of its own
 _BAND = 1 << 20  # pixels that are put on white at once, during which no other thread runs
 
 
 def read_image(source: ImageInput, *, formats: tuple[str, ...] = FORMATS, served: bool = False) -> Image:
     """Return the first image of a file in RGB, rotated as its EXIF data says, with white in place of transparency.
 
-    If a client `served` by a server sent the image, animated files are refused, and large ones in WebP, during whose
-    decoding no other thread runs.
+    If a client `served` by a server sent the image, files are refused that take long to decode: animated files, JPEGs
+    of very many scans, BMPs with run lengths, and large files in WebP, during whose decoding no other thread runs.
     """
     try:
         from PIL import Image, ImageOps
@@ -37,7 +38,7 @@ def read_image(source: ImageInput, *, formats: tuple[str, ...] = FORMATS, served
     if callable(source):
         return source()
     if isinstance(source, Image.Image):
-        name, image = "the image", source
+        name, image, data = "the image", source, b""
     else:
         name, data = bytes_of(source)
         try:
@@ -48,6 +49,10 @@ def read_image(source: ImageInput, *, formats: tuple[str, ...] = FORMATS, served
     most = _SERVED_WEBP if served and image.format == "WEBP" else MOST_PIXELS
     if not 0 < width * height <= most:
         raise UsageError(f"{name} has {width} x {height} pixels, at most {most} are read", "a smaller image")
+    if served and image.format in ("JPEG", "MPO") and data.count(b"\xff\xda") > _SERVED_SCANS:
+        raise UsageError(f"{name} has more than {_SERVED_SCANS} scans", "a JPEG that is not progressive")
+    if served and image.format == "BMP" and "rle" in str(image.tile[:1]):
+        raise UsageError(f"{name} is a BMP with run lengths", "a PNG, or a BMP that is not compressed")
     # A photograph in JPEG may hold further images, such as a preview (MPO), and is not animated.
     if served and getattr(image, "is_animated", False) and image.format != "MPO":
         raise UsageError(f"{name} is animated", "one picture of it")

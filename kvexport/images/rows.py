@@ -105,7 +105,9 @@ def encode_images(
             continue
         rows.append(cache.rows(digest, tiles, order, encode))
         keys.append(np.resize(np.frombuffer(digest, np.int64) | np.iinfo(np.int64).min, len(order)))
-    return PromptImages(np.concatenate(rows), np.concatenate(keys), tuple(digests)), texts
+    # One image's vectors are those of the cache: requests that wait with the same image have no copies of them.
+    whole = rows[1] if len(rows) == 2 else np.concatenate(rows)
+    return PromptImages(whole, np.concatenate(keys), tuple(digests)), texts
 
 
 def with_images(prompt: str, texts: Sequence[str], spec: ImageSpec) -> str:

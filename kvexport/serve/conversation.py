@@ -68,7 +68,7 @@ class Prepared:
 
 NUMBER = "X-Request-Number"  # a response header with the number of its request, which /stats shows beside the lane
 _TEXT = ("text", "input_text", "output_text")
-_TAKEN = {"self", "engine", "snapshot", "messages", "tools"}
+_TAKEN = {"self", "engine", "snapshot", "messages", "tools", "check"}
 _ROLES = {"developer": "system"}  # chat templates know OpenAI's older name
 
 

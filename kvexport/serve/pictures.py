@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
 
 from kvexport.errors import UsageError
-from kvexport.images.decode import FORMATS, MOST_BYTES, read_image
+from kvexport.images.decode import FORMATS, MOST_BYTES, MOST_PIXELS, read_image
 from kvexport.serve.errors import ApiError
 
 if TYPE_CHECKING:
@@ -88,9 +88,11 @@ class Picture(NamedTuple):
                 finally:
                     os.close(current)
                 current = inner
+            regular = stat.S_ISREG(os.fstat(current).st_mode)
+            if not regular:  # `os.fdopen` of a folder fails, and leaves it open
+                os.close(current)
+                raise OSError
             with os.fdopen(current, "rb") as file:
-                if not stat.S_ISREG(os.fstat(current).st_mode):
-                    raise OSError
                 data = file.read(MOST_BYTES + 1)
         except (OSError, ValueError):
             raise self.refused(f"there is no file {str(path)[:200]!r} in the folder of images") from None
@@ -113,7 +115,15 @@ def with_pictures(
     messages: Sequence[Mapping[str, Any]], manifest: Manifest, settings: ServeSettings
 ) -> tuple[list[Mapping[str, Any]], int]:
     """Return messages with functions that open their images, for `Engine.chat_text`, and the number of the images."""
-    count = 0
+    count, left = 0, MOST_PIXELS
+
+    def read(picture: Picture) -> Image:
+        nonlocal left
+        image = picture.open(settings.image_folder)
+        left -= image.width * image.height
+        if left < 0:
+            raise picture.refused(f"the images of the conversation have more than {MOST_PIXELS} pixels in all")
+        return image
 
     def opened(part: Mapping[str, Any]) -> Mapping[str, Any]:
         nonlocal count
@@ -127,7 +137,7 @@ def with_pictures(
             raise ApiError(400, message, param=picture.where, code="unsupported_value")
         if count > settings.images:
             raise picture.refused(f"the conversation has more than {settings.images} images")
-        return {"type": "image", "image": partial(picture.open, settings.image_folder)}
+        return {"type": "image", "image": partial(read, picture)}
 
     bound = [
         {**message, "content": list(map(opened, message["content"]))}

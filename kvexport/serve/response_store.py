@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,18 @@ _RESPONSES, _CHARACTERS = 4096, 64 << 20
 class Stored:
     body: Mapping[str, Any]  # response as JSON
     messages: Sequence[dict[str, Any]]  # conversation up to the answer, in the form that chat templates read
-    size: int  # characters of body and messages as JSON
+    size: int  # about the characters of body and messages as JSON
+
+
+def _characters(value: Any) -> int:
+    """Return about how many characters a value has as JSON, without writing it: images have millions."""
+    if isinstance(value, str):
+        return len(value) + 2
+    if isinstance(value, Mapping):
+        return sum(len(key) + 4 + _characters(x) for key, x in value.items())
+    if isinstance(value, Sequence):
+        return sum(1 + _characters(x) for x in value)
+    return 8
 
 
 class ResponseStore:
@@ -27,7 +37,9 @@ class ResponseStore:
 
     def put(self, body: Mapping[str, Any], messages: Sequence[dict[str, Any]]) -> None:
         """Store a response with its conversation. The least recently used responses are dropped to make room."""
-        entry = Stored(body, messages, len(json.dumps(body)) + len(json.dumps(messages)))
+        entry = Stored(body, messages, _characters(body) + _characters(messages))
+        if entry.size > _CHARACTERS:  # it would drop all others, and then itself
+            return
         self._stored[body["id"]] = entry
         self._size += entry.size
         while self._size > _CHARACTERS or len(self._stored) > _RESPONSES:

@@ -287,7 +287,7 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
-            if messages and messages[-1]["role"] == "assistant":
+            if messages and messages[-1].get("role") == "assistant":
                 messages[-1].setdefault("tool_calls", []).append(call)
             else:
                 messages.append({"role": "assistant", "content": "", "tool_calls": [call]})

@@ -160,8 +160,10 @@ class Service:
 
     async def beside(self, work: Callable[[], T], size: int = 0, images: int = 0) -> T:
         """Run `work` on `size` bytes or characters and on images outside of the event loop's thread."""
-        if images and self._images.statistics().tasks_waiting >= self.settings.queue:
+        if images and _is_full(self._images, self.settings.queue):
             raise overloaded(f"{self.settings.queue} requests with images wait, and no more than that may")
+        if images:  # their vectors take memory, so a request that the engine's queue will refuse gets none
+            self.worker.require_room(1)
         limiter = self._images if images else self._long if size > LONG_TEXT else self._encoders
         return await anyio.to_thread.run_sync(work, limiter=limiter)
 
@@ -254,7 +256,7 @@ class Service:
         generation = sampling.settings(self.engine, longest, grammar=form, **settings)
         # The grammar is compiled here, so that the engine's steps do not wait for it.
         if form is not None and not self.engine.grammars.has(form):
-            if self._compilers.statistics().tasks_waiting >= self.settings.queue:
+            if _is_full(self._compilers, self.settings.queue):
                 raise overloaded(f"{self.settings.queue} grammars wait to be compiled, and no more than that may")
             await anyio.to_thread.run_sync(
                 lambda: self.engine.grammars.start(form, generation[0].eos_token_ids), limiter=self._compilers
@@ -344,6 +346,11 @@ class Service:
             if known.code == "internal_error":
                 log.error("a stream failed", exc_info=error)
             yield rendering.fail(known)
+
+
+def _is_full(limiter: anyio.CapacityLimiter, queue: int) -> bool:
+    """Return whether a limiter's threads are taken and `queue` requests wait for them."""
+    return limiter.available_tokens < 1 and limiter.statistics().tasks_waiting >= queue
 
 
 def _name_ignored(request: Request, names: Iterable[str]) -> None:

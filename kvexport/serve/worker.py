@@ -158,14 +158,18 @@ class Worker:
         if self.draining:
             raise overloaded("the server is shutting down", 5)
         count = len(job.requests)
-        if self.pending + count > self.room:
-            waiting = max(0, self.pending - self.engine.max_batch)
-            raise overloaded(f"the queue is full: {waiting} requests wait, and no more than that may")
+        self.require_room(count)
         added = self.call(lambda: self._add(job))
         self.pending += count
         self._jobs.add(job)
         added.add_done_callback(lambda future: self._rejected(job) if future.exception() else None)
         await asyncio.shield(added)  # `_rejected` is called even if the client goes away now
+
+    def require_room(self, count: int) -> None:
+        """Raise ApiError (503) if the queue has no room for `count` more requests."""
+        if self.pending + count > self.room:
+            waiting = max(0, self.pending - self.engine.max_batch)
+            raise overloaded(f"the queue is full: {waiting} requests wait, and no more than that may")
 
     def _rejected(self, job: Job) -> None:
         self.pending -= len(job.requests)

@@ -186,6 +186,12 @@ def _claims(side: int) -> bytes:
     return bytes(data)
 
 
+def _run_lengths(side: int) -> bytes:
+    """Return a BMP of 8 bits with run lengths, whose only row ends at once."""
+    head = struct.pack("<IiiHHIIiiII", 40, side, side, 1, 8, 1, 2, 0, 0, 0, 0)
+    return b"BM" + struct.pack("<IHHI", 1080, 0, 0, 1078) + head + bytes(1024) + b"\0\1"
+
+
 BAD: dict[str, tuple[str, str]] = {
     "http": ("https://example.com/a.png", "not fetched from addresses"),
     "localhost": ("http://127.0.0.1:1/a.png", "not fetched from addresses"),
@@ -210,6 +216,8 @@ BAD: dict[str, tuple[str, str]] = {
     "animated png": (data(_animation("PNG")), "animated"),
     "animated webp": (data(_animation("WEBP"), "webp"), "animated"),
     "large webp": (data(png(Image.new("L", (4096, 2049)), format="WEBP", method=0), "webp"), "pixels"),
+    "run lengths": (data(_run_lengths(8192), "bmp"), "run lengths"),
+    "many scans": (data(png(picture(9, 9), format="JPEG") + 65 * b"\xff\xda", "jpeg"), "scans"),
     "scaled": (data(png(picture(1, 100_000))), "would be scaled"),
     "no file": ("file:none.png", "no file 'none.png'"),
     "link": ("file:link.png", "no file"),
@@ -239,6 +247,18 @@ def test_images_that_cannot_be_used_are_refused(name: str, api: str, server: Run
     assert str(folder) not in found
 
 
+def test_refused_files_stay_open_nowhere(server: Running) -> None:
+    def ask() -> None:
+        for url in ("file:inner", "file:pipe.png", "file:link.png", "file:links/secret.png", "file:text.png"):
+            assert server.ask(*body_of([{"role": "user", "content": parts(f"<{url}>")}], "chat"))[0] == 400
+
+    ask()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(8):
+        ask()
+    assert len(list(Path("/proc/self/fd").iterdir())) < before + 8
+
+
 @pytest.mark.parametrize("api", APIS)
 def test_too_many_images_too_many_bytes_and_too_many_tokens(
     api: str, server: Running, monkeypatch: pytest.MonkeyPatch
@@ -250,6 +270,9 @@ def test_too_many_images_too_many_bytes_and_too_many_tokens(
 
     assert "more than 64 images" in ask(*[ONE] * 65)
     assert "context_length_exceeded" in ask(*[ONE] * 40)
+    with monkeypatch.context() as fewer:
+        fewer.setattr("kvexport.serve.pictures.MOST_PIXELS", 3000)
+        assert "more than 3000 pixels in all" in ask(ONE, TWO)
     monkeypatch.setattr("kvexport.serve.pictures.MOST_BYTES", 1 << 20)
     assert "more than 1 MiB" in ask(bytes(1 << 21))
     assert server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], **GREEDY})[0] == 200

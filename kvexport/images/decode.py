@@ -51,7 +51,7 @@ def read_image(source: ImageInput, *, formats: tuple[str, ...] = FORMATS, served
         raise UsageError(f"{name} has {width} x {height} pixels, at most {most} are read", "a smaller image")
     if served and image.format in ("JPEG", "MPO") and data.count(b"\xff\xda") > _SERVED_SCANS:
         raise UsageError(f"{name} has more than {_SERVED_SCANS} scans", "a JPEG that is not progressive")
-    if served and image.format == "BMP" and "rle" in str(image.tile[:1]):
+    if served and image.format == "BMP" and "rle" in str(getattr(image, "tile", "")):
         raise UsageError(f"{name} is a BMP with run lengths", "a PNG, or a BMP that is not compressed")
     # A photograph in JPEG may hold further images, such as a preview (MPO), and is not animated.
     if served and getattr(image, "is_animated", False) and image.format != "MPO":

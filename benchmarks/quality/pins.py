@@ -22,8 +22,9 @@ import numpy as np
 
 import kvexport
 from benchmarks.common import earlier, head, options_of, save
+from benchmarks.quality.recall import continued
 from benchmarks.quality.recall_real import CITIES, SYSTEM, sentences
-from kvexport.evaluate import recall
+from kvexport.evaluate.recall import Passage, Question
 from kvexport.evaluate.statistics import share
 from kvexport.recipe.load import load_recipe
 
@@ -36,7 +37,7 @@ STATED = "The secret number of {} is"
 ASKED = "What is the secret number of {}?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def conversation(engine: kvexport.Engine, number: int, length: int) -> tuple[recall.Passage, int]:
+def conversation(engine: kvexport.Engine, number: int, length: int) -> tuple[Passage, int]:
     """Return a conversation with its questions, and how many tokens its system prompt has."""
     tokenizer = engine.tokenizer
     assert tokenizer is not None
@@ -64,8 +65,8 @@ def conversation(engine: kvexport.Engine, number: int, length: int) -> tuple[rec
         asked = encode(ASKED.format(city) + STATED.format(city))
         whole = encode(f"{ASKED.format(city)}{STATED.format(city)} {answer}")
         assert whole[: len(asked)] == asked
-        questions.append(recall.Question(asked, whole[len(asked) :], len(answer)))
-    return recall.Passage(ids, questions), len(front)
+        questions.append(Question(asked, whole[len(asked) :], len(answer)))
+    return Passage(ids, questions), len(front)
 
 
 def engine_of(folder: Path, method: str, slots: int, length: int, threads: int) -> kvexport.Engine:
@@ -95,7 +96,7 @@ def measure(engine: kvexport.Engine, label: dict[str, Any], conversations: int) 
         saved = reader.save(0)
         for lane in range(lanes.count):
             lanes.restore(lane, saved)
-        exact = [answer.exact for answer in recall.continued(lanes, talk.questions)]
+        exact = [answer.exact for answer in continued(lanes, talk.questions)]
         system += exact[:FACTS]
         turns += exact[FACTS:]
     figures = {"system": share(sum(system), len(system)), "turns": share(sum(turns), len(turns))}

@@ -54,6 +54,11 @@ def fact_passages(checkpoint: Path, length: int, count: int) -> list[Passage]:
             sentences = sentences[first:] + sentences[:first]
             facts = [_code(thing, f"{rng.randrange(10_000):04}") for thing in rng.sample(THINGS, FACTS)]
         source = passage(lambda text: _encode(tokenizer, text), sentences, facts, length, places)
+        if len(source.ids) < length // 2:
+            raise UsageError(
+                f"the text to insert facts into gives passages of {len(source.ids)} tokens, not of {length}",
+                f"--length {len(source.ids)}",
+            )
         results.append(replace(source, ids=[*language.start, *source.ids]))
     return results
 

@@ -21,7 +21,7 @@ class Sample:
         ids: Token ids of prompt and answer.
         prompt: The number of ids that are read in chunks; the other ids are read one by one.
         counted: The evaluated positions p, in order. The logits at p are compared with the token ids[p + 1].
-        cell: The parameters that vary between samples, for heat maps.
+        cell: The parameters that vary between samples, for tables.
     """
 
     ids: Ids

@@ -183,6 +183,9 @@ class Source:
         entries: dict[str, Entry] = {}
         for key_node, value_node in node.value:
             place = self._place(key_node)
+            if key_node.tag == CORE + "merge":
+                self.findings.lose(f"merge keys (<<) are not read; use extends ({place})")
+                continue
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag not in SCALARS:
                 self.findings.lose(f"a key is text, this is something else ({place})")
                 continue

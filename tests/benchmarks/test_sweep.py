@@ -27,12 +27,12 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             self.settings = [SimpleNamespace(label=label, budget=budget) for label, budget in pairs]
 
         def full(self) -> Result:
-            return Result("full", None, 64, 1, None)
+            return Result("full", None, 64, 1)
 
         def measure(self, setting: Any) -> Result:
             noted.append(f"{setting.label} {setting.budget:g}")
             score = Score("text", samples={"kl": (1 / 3, 2.0)})
-            return Result(setting.label, setting.budget, 8, 1, None, {"text": score})
+            return Result(setting.label, setting.budget, 8, 1, {"text": score})
 
     monkeypatch.setattr(sweep, "Run", Noted)
     monkeypatch.setattr(common, "RESULTS", tmp_path)
@@ -57,7 +57,7 @@ def test_existing_results_are_not_measured_again(measured: list[str]) -> None:
 
 def test_samples_are_kept_for_the_model_whose_tables_pair_them() -> None:
     score = Score("text", samples={"kl": (1 / 3, 2.0), "nll": (4.0, 5.0)})
-    result = Result("keepkv", 0.125, 8, 1, None, {"text": score})
+    result = Result("keepkv", 0.125, 8, 1, {"text": score})
     assert sweep.row(result, paired=True)["scores"]["text"]["samples"] == {"kl": [0.333333, 2.0]}
     assert "samples" not in sweep.row(result, paired=False)["scores"]["text"]
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from kvexport.calibrate import facts
 from kvexport.calibrate.allotment import cheapest, curves_of, robust_budgets, shrunk
 from kvexport.calibrate.head_shares import asked_and_answered, calibrate_heads, fitted_slots, head_shares_of
 from kvexport.calibrate.measured import Measured, budgets_of
@@ -49,6 +50,16 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tiny_checkpoint: Path, tmp_
         shutil.copy(tiny_checkpoint / file, tmp_path)
     with pytest.raises(UsageError, match=r"has no tokenizer\.json"):
         calibrate_heads("tiny-base", [*SIZES, f"model.path={tmp_path}"])
+
+
+def test_a_text_that_is_too_short_for_facts_is_refused_with_a_fix(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(facts, "manual", lambda: "a bird. ")
+    with pytest.raises(UsageError, match="the text to insert facts into gives passages of") as caught:
+        facts.fact_passages(tiny_checkpoint, 1000, 1)
+    length = int(caught.value.fix.removeprefix("--length "))
+    assert facts.fact_passages(tiny_checkpoint, length * 7 // 8, 1)
 
 
 def test_budgets_of_least_cost_are_as_many_slots_and_more_where_evictions_cost_more() -> None:

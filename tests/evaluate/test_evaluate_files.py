@@ -10,9 +10,7 @@ from kvexport.evaluate.result import Result, Score, read_result, write_result
 from kvexport.evaluate.statistics import mean
 from tests.support.disks import full_disk
 
-RESULT = Result(
-    "keepkv", 0.125, 16, 1000, None, {"text": Score("text", kl=mean([0.1, 0.3]), samples={"kl": (0.1, 0.3)})}
-)
+RESULT = Result("keepkv", 0.125, 16, 1000, {"text": Score("text", kl=mean([0.1, 0.3]), samples={"kl": (0.1, 0.3)})})
 
 
 def test_a_result_is_read_only_under_its_own_key(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_aliases_read_as_safe_load_reads_them_and_cannot_explode(recipe_dir: Pat
     bomb = "x0: &x0 [1, 1]\n" + "".join(f"x{i}: &x{i} [*x{i - 1}, *x{i - 1}]\n" for i in range(1, 40))
     write(recipe_dir, b=bomb, c=SMALL + "cache: {<<: {sinks: 1}}\n", d=SMALL + "? [a]\n: 1\n")
     assert "too many values" in one_problem("b")
-    assert one_problem("c") == "a key is text, this is something else (recipes/c.yaml:3)"
+    assert one_problem("c") == "merge keys (<<) are not read; use extends (recipes/c.yaml:3)"
     assert one_problem("d") == "a key is text, this is something else (recipes/d.yaml:3)"
 
 

@@ -286,7 +286,7 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for i, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "message":
-            sent = {key: item[key] for key in ("role", "content") if key in item}
+            sent: dict[str, Any] = {key: item[key] for key in ("role", "content") if key in item}
             messages.append({**sent, **pin_of((f"input.{i}", item))})
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}

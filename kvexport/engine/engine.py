@@ -24,18 +24,13 @@ from kvexport.images.tiles import ImageSpec
 from kvexport.language.answer import AnswerPlan, plan_answer
 from kvexport.language.chat import PIN_FIELD, ChatTemplate, Message, images_of_messages, read_chat_template
 from kvexport.language.forms import response_form
-from kvexport.language.pins import render_pinned
+from kvexport.language.pins import refuse_beside_images, render_pinned
 from kvexport.language.settings import GenerationSettings
 from kvexport.language.token import Token
 from kvexport.language.tokenizer import FILE_NAME, Tokenizer
 from kvexport.language.tools import check_tools, choose
 
 P = TypeVar("P")
-# The problem and its fix: marks of pins are found in a text in which images have no placeholder tokens yet.
-PINS_BESIDE_IMAGES = (
-    "a conversation with images has a pinned message, which is not supported",
-    f"leave out the images, or the field {PIN_FIELD}",
-)
 
 
 class Engine(EngineCore):
@@ -418,10 +413,9 @@ class Engine(EngineCore):
             raise UsageError("there are a grammar and a response_format", "give one of them")
         allowed, must = choose(check_tools(tools), tool_choice)
         shown_tools, pins = tools if allowed else None, list[tuple[int, int]]()
+        refuse_beside_images(messages)
         encoded, images = self.encode_chat_with_images(messages, shown_tools)
         if any(message.get(PIN_FIELD) is not None for message in messages):
-            if images is not None:
-                raise UsageError(*PINS_BESIDE_IMAGES)
             pins = self.encode_pinned_chat(messages, shown_tools)[1]
         ids = encoded.tolist()
         grammar = form or generation.grammar

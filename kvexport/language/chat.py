@@ -34,6 +34,17 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
+class Pin(str):
+    """The value "pin" of a message's field `cache`, with the place of the field in a client's request, for errors."""
+
+    where: str
+
+    def __new__(cls, where: str) -> Pin:
+        pin = super().__new__(cls, PIN)
+        pin.where = where
+        return pin
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
     sources: Mapping[str, str]  # templates by name: "default" and perhaps "tool_use", for messages with tools

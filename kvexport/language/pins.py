@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvexport.errors import UsageError
-from kvexport.language.chat import PIN_FIELD, ChatTemplate, Message
+from kvexport.language.chat import PIN_FIELD, ChatTemplate, Message, Pin, images_of_messages
 
 _MARK = re.compile("\u2063\\(([0-9]+)\\)\u2063")
 _SYSTEM = ("system", "developer")
@@ -26,18 +26,21 @@ def render_pinned(
     variables: Mapping[str, Any],
     *,
     system: bool = False,
+    image: str = "",
 ) -> tuple[str, list[Span]]:
     """Return a conversation as text, and the spans (first character, end) of the text that are pinned.
 
     If one of the first system messages is pinned, the span reaches from the beginning of the text to the text of the
-    first other message. So it includes tools, if the template puts them there. With `system` this span is pinned
-    whatever the messages say.
+    first other message. So it includes tools, if the template puts them there. A pinned system message that is shown
+    behind this place has a span of its own. With `system` all first system messages are pinned, whatever the messages
+    say.
+
+    `image` is the marker of images in the text, if there are images. Spans end before the first of them.
     """
     text = template.render(messages, tools, **variables)
     first = next((i for i, message in enumerate(messages) if message["role"] not in _SYSTEM), len(messages))
     pinned = [i for i, message in enumerate(messages) if message.get(PIN_FIELD) is not None]
     front = system or any(i < first for i in pinned)
-    pinned = [i for i in pinned if i >= first]
     if not front and not pinned:
         return text, []
     marked = [dict(message) for message in messages]
@@ -47,7 +50,7 @@ def render_pinned(
             marked[i]["content"] = content
         elif i in pinned:
             raise UsageError(
-                f"messages.{i}.{PIN_FIELD}: the message has no text to pin", f"leave out the field {PIN_FIELD}"
+                f"{place_of(messages, i)}: the message has no text to pin", f"leave out the field {PIN_FIELD}"
             )
     places, removed = dict[int, int](), 0
     with_marks = template.render(marked, tools, **variables)
@@ -59,11 +62,32 @@ def render_pinned(
             "the chat template shows a pinned message in another way than others: its place in the prompt is not known",
             f"leave out the field {PIN_FIELD}, or pin ranges of tokens: Engine.generate(..., pin=[(first, end)])",
         )
-    spans = [(places[2 * i], places[2 * i + 1]) for i in pinned]
+    wanted = sorted({*pinned, *(range(first) if system else ())})
+    spans = [(places[2 * i], places[2 * i + 1]) for i in wanted if {2 * i, 2 * i + 1} <= places.keys()]
+    until = text.find(image) if image and image in text else len(text)
     if front:
-        end = places.get(2 * first, max((at for mark, at in places.items() if mark < 2 * first), default=0))
-        spans.append((0, end))
+        end = min(until, places.get(2 * first, max((at for mark, at in places.items() if mark < 2 * first), default=0)))
+        spans = [(0, end), *(span for span in spans if span[1] > end)]
+    if any(end > until for _, end in spans):
+        raise UsageError("the chat template shows a pinned message behind an image", "leave out the images")
     return text, spans
+
+
+def refuse_beside_images(messages: Sequence[Message]) -> None:
+    """Refuse a conversation with images and a marked message: its marks are found in a text that lacks the images."""
+    if images_of_messages(messages)[1]:
+        for i, message in enumerate(messages):
+            if isinstance(message, Mapping) and message.get(PIN_FIELD) is not None:
+                raise UsageError(
+                    f"{place_of(messages, i)}: a pinned message in a conversation with images is not supported",
+                    f"leave out the images, or the field {PIN_FIELD}",
+                )
+
+
+def place_of(messages: Sequence[Message], i: int) -> str:
+    """Return the name of the field that pins a message, as the client knows it."""
+    field = messages[i].get(PIN_FIELD)
+    return field.where if isinstance(field, Pin) else f"messages.{i}.{PIN_FIELD}"
 
 
 def _marked(content: Any, before: str, after: str) -> Any:

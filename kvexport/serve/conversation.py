@@ -9,6 +9,7 @@ from typing import Any
 from kvexport.bounded_json import MOST_VALUES, count_values, read_json
 from kvexport.engine.request import Request
 from kvexport.language.answer import Answer, AnswerPlan
+from kvexport.language.chat import PIN, PIN_FIELD, Pin
 from kvexport.language.grammar import Grammar
 from kvexport.language.reasoning import reasoning_tokens
 from kvexport.serve.answers import text_of as text_of_tokens
@@ -87,6 +88,16 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
             entry["tool_calls"], left = _calls(message["tool_calls"], f"{where}.tool_calls", left)
         converted.append(entry)
     return converted
+
+
+def pin_of(*parts: tuple[str, Any]) -> dict[str, Any]:
+    """Return the field that pins a chat message, if one of a client's parts, each with its place, has the field."""
+    marked = [(f"{where}.{PIN_FIELD}", part[PIN_FIELD]) for where, part in parts if part.get(PIN_FIELD) is not None]
+    for where, value in marked:
+        if value != PIN:
+            message = f'{where}: {str(value)[:80]!r} is unknown ("{PIN_FIELD}": "{PIN}", or no {PIN_FIELD})'
+            raise ApiError(400, message, param=where)
+    return {PIN_FIELD: Pin(marked[0][0])} if marked else {}
 
 
 def template_variables(variables: Mapping[str, Any] | None, add_generation_prompt: bool | None) -> dict[str, Any]:

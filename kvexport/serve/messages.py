@@ -13,7 +13,6 @@ from starlette.responses import JSONResponse, Response
 from kvexport.bounded_json import read_json
 from kvexport.engine.request import Request as EngineRequest
 from kvexport.language.answer import Delta
-from kvexport.language.chat import PIN_FIELD
 from kvexport.language.forms import response_form
 from kvexport.language.reasoning import thinks
 from kvexport.serve.answers import kv_cache_of, stop_string
@@ -25,6 +24,7 @@ from kvexport.serve.conversation import (
     effort,
     joined,
     part_of,
+    pin_of,
     text_of,
 )
 from kvexport.serve.errors import ApiError
@@ -51,7 +51,8 @@ class CountBody(Body):
         messages: list[dict[str, Any]] = []
         if self.system:
             blocks = self.system if isinstance(self.system, list) else []
-            messages.append({"role": "system", "content": text_of(self.system, "system"), **_pin(*blocks)})
+            marks = pin_of(*((f"system.{i}", block) for i, block in enumerate(blocks)))
+            messages.append({"role": "system", "content": text_of(self.system, "system"), **marks})
         for i, message in enumerate(self.messages):
             messages += _messages(message, f"messages.{i}")
         tools = [_tool(tool, f"tools.{i}") for i, tool in enumerate(self.tools or [])]
@@ -248,8 +249,9 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     if role not in ("user", "assistant", "system"):
         raise ApiError(400, f"{where}.role: expected user or assistant", param=f"{where}.role")
     if not isinstance(content, list):
-        return [{"role": role, "content": text_of(content, f"{where}.content") or "", **_pin(message)}]
-    converted: dict[str, Any] = {"role": role, **_pin(message, *(b for b in content if _is_text(b)))}
+        return [{"role": role, "content": text_of(content, f"{where}.content") or "", **pin_of((where, message))}]
+    texts = [(f"{where}.content.{i}", block) for i, block in enumerate(content) if _is_text(block)]
+    converted: dict[str, Any] = {"role": role, **pin_of((where, message), *texts)}
     results, parts, calls = [], [], []
     for i, block in enumerate(content):
         place = f"{where}.content.{i}"
@@ -259,9 +261,8 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
             text = content_of(block.get("content"), f"{place}.content") or ""
-            results.append(
-                {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text, **_pin(message, block)}
-            )
+            marks = pin_of((where, message), (place, block))
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text, **marks})
         elif kind == "thinking":
             converted["reasoning_content"] = str(block.get("thinking") or "")
         elif kind != "redacted_thinking":
@@ -275,8 +276,3 @@ def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 def _is_text(block: Any) -> bool:
     return isinstance(block, Mapping) and block.get("type") == "text"
-
-
-def _pin(*parts: Any) -> dict[str, Any]:
-    """Return the field that pins a chat message, if the client's message or a block of it has the field."""
-    return next(({PIN_FIELD: part[PIN_FIELD]} for part in parts if part.get(PIN_FIELD) is not None), {})

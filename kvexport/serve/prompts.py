@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from kvexport.engine.engine import PINS_BESIDE_IMAGES, Engine
+from kvexport.engine.engine import Engine
 from kvexport.engine.request import Ranges
 from kvexport.errors import UsageError
-from kvexport.language.chat import PIN_FIELD
-from kvexport.language.pins import render_pinned
+from kvexport.language.chat import PIN_FIELD, images_of_messages
+from kvexport.language.pins import refuse_beside_images, render_pinned
 from kvexport.serve.errors import ApiError
 from kvexport.serve.pictures import with_pictures
 from kvexport.serve.settings import ServeSettings
 from kvexport.state.lane import joined, pinned
-from kvexport.state.sessions import next_turn, pins_after
+from kvexport.state.sessions import next_turn_and_text, pins_after
 from kvexport.state.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -79,33 +79,42 @@ class Prompts:
     ) -> EncodedChat:
         """Return a conversation's token ids, images and pinned ranges; images are encoded only if it must fit."""
         engine = self.engine
-        bound, pictures = with_pictures(messages, engine.manifest, self._settings)
+        bound, pictures = self._bound(messages)
 
         def work() -> EncodedChat:
             check = partial(self.check_length, at_least=True) if fits else None
             text, images = engine.chat_text(bound, tools, variables, rows=fits, check=check)
             assert engine.tokenizer is not None
             ids = self._encoded(engine.tokenizer, text, special=False)
-            pins = self._pins(ids, bound, tools, variables, pictures)
+            pins = self._pins(text, ids, bound, tools, variables)
             return EncodedChat(self._fitting(ids) if fits else np.array(ids, np.int64), images, pins)
 
         return await self._beside(work, _characters(messages), pictures)
 
+    def _bound(self, messages: Sequence[Any]) -> tuple[list[Mapping[str, Any]], int]:
+        """Return the result of `with_pictures`. A marked message beside images is refused before they are read."""
+        bound, pictures = with_pictures(messages, self.engine.manifest, self._settings)
+        if pictures:
+            refuse_beside_images(bound)
+        return bound, pictures
+
     def _pins(
-        self, ids: Sequence[int], messages: Sequence[Any], tools: Any, variables: Mapping[str, Any], pictures: int
+        self, text: str, ids: Sequence[int], messages: Sequence[Any], tools: Any, variables: Mapping[str, Any]
     ) -> Ranges:
-        """Return the ranges of a conversation's token ids that are pinned."""
+        """Return the ranges of a conversation's token ids that are pinned; `text` has the texts of its images."""
         template, tokenizer = self.engine.chat_template, self.engine.tokenizer
         marked = any(message.get(PIN_FIELD) is not None for message in messages)
-        if pictures and marked:
-            raise UsageError(*PINS_BESIDE_IMAGES)
-        if pictures or template is None or tokenizer is None or not (marked or self._pins_system):
+        if template is None or tokenizer is None or not (marked or self._pins_system):
             return ()
-        text, spans = render_pinned(template, messages, tools, variables)
+        # Up to its first image a conversation has the same text with and without the images.
+        plain, images = images_of_messages(messages)
+        spec = self.engine.manifest.images
+        marker = spec.marker if images and spec is not None else ""
+        spans = render_pinned(template, plain, tools, variables)[1] if marked else []
         pins = tokenizer.ranges(text, ids, spans) if spans else []
         if self._pins_system:
             with suppress(UsageError):  # a template that shows no place where the front ends
-                spans = render_pinned(template, messages, tools, variables, system=True)[1]
+                spans = render_pinned(template, plain, tools, variables, system=True, image=marker)[1]
                 front = tokenizer.ranges(text, ids, spans)
                 pins = front if pinned(joined(front)) <= self._room else pins
         return pins
@@ -117,21 +126,20 @@ class Prompts:
 
         A conversation that pins other tokens of the snapshot than were pinned does not continue it.
         """
-        bound, pictures = with_pictures(messages, self.engine.manifest, self._settings)
+        bound, pictures = self._bound(messages)
 
         def work() -> EncodedChat | None:
             check = partial(self.check_length, at_least=True)
-            added = next_turn(self.engine, snapshot, bound, tools, check, **variables)
+            added = next_turn_and_text(self.engine, snapshot, bound, tools, check, **variables)
             if added is None:
                 return None
-            ids, images = added
-            if pictures or not (self._room or any(message.get(PIN_FIELD) is not None for message in messages)):
-                return EncodedChat(ids, images, self._pins((), bound, tools, variables, pictures))
-            text, _ = self.engine.chat_text(bound, tools, variables)
+            ids, images, text = added
+            if not (self._room or any(message.get(PIN_FIELD) is not None for message in messages)):
+                return EncodedChat(ids, images, ())
             assert self.engine.tokenizer is not None
             whole = self._encoded(self.engine.tokenizer, text, special=False)
             pins = pins_after(
-                snapshot, ids, np.array(whole, np.int64), self._pins(whole, bound, tools, variables, pictures)
+                snapshot, ids, np.array(whole, np.int64), self._pins(text, whole, bound, tools, variables)
             )
             return None if pins is None else EncodedChat(ids, images, pins)
 

@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvexport.language.answer import Answer, Delta
-from kvexport.language.chat import PIN_FIELD
+from kvexport.language.chat import PIN_FIELD, Pin
 from kvexport.language.forms import response_form
-from kvexport.serve.conversation import Conversation, Prepared, effort, template_messages
+from kvexport.serve.conversation import Conversation, Prepared, effort, pin_of, template_messages
 from kvexport.serve.errors import ApiError
 from kvexport.serve.fields import Body, Objects, Sampling, refuse
 from kvexport.serve.service import Service
@@ -51,7 +51,10 @@ class ResponsesBody(Body):
         refuse(self, "conversation", (), "send previous_response_id")
         earlier: list[dict[str, Any]] = []
         if self.previous_response_id is not None:
-            earlier = list(service.responses.get(self.previous_response_id, "previous_response_id").messages)
+            stored = service.responses.get(self.previous_response_id, "previous_response_id").messages
+            # Errors name the fields of this request, and not those of the one that sent a message.
+            marks = {PIN_FIELD: Pin("previous_response_id")}
+            earlier = [{**message, **marks} if PIN_FIELD in message else message for message in stored]
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         messages = earlier + template_messages(_messages(items))
         first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
@@ -283,7 +286,8 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for i, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "message":
-            messages.append({key: item[key] for key in ("role", "content", PIN_FIELD) if key in item})
+            sent: dict[str, Any] = {key: item[key] for key in ("role", "content") if key in item}
+            messages.append({**sent, **pin_of((f"input.{i}", item))})
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -293,7 +297,7 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         elif kind == "function_call_output":
             result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
-            messages.append({**result, **({PIN_FIELD: item[PIN_FIELD]} if PIN_FIELD in item else {})})
+            messages.append({**result, **pin_of((f"input.{i}", item))})
         elif kind != "reasoning":
             message = f"input.{i}: an item of type {str(kind)[:40]!r} is not supported"
             raise ApiError(400, message, param=f"input.{i}", code="unsupported_value")

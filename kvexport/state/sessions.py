@@ -262,6 +262,19 @@ def next_turn(
     The ids are those after the snapshot's last token: the end of its answer, and all later messages. The result is None
     if the conversation begins with another text or other images, and without a chat template or tokenizer.
     """
+    added = next_turn_and_text(engine, snapshot, messages, tools, check, **variables)
+    return None if added is None else added[:2]
+
+
+def next_turn_and_text(
+    engine: Engine,
+    snapshot: Snapshot,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    check: Callable[[int], None] | None = None,
+    **variables: Any,
+) -> tuple[NDArray[np.int64], PromptImages | None, str] | None:
+    """Return the result of `next_turn` with the whole conversation as text, or None."""
     if engine.chat_template is None or engine.tokenizer is None:
         return None
     tokenizer, seen = engine.tokenizer, snapshot.ids.tolist()
@@ -274,11 +287,11 @@ def next_turn(
     if tokenizer.adds_spaces and tokenizer.least_tokens(text) < engine.max_length:
         whole = tokenizer.encode(text, add_special_tokens=False)
         if whole[: len(seen)] == seen and len(whole) > len(seen):
-            return np.array(whole[len(seen) :], np.int64), images
+            return np.array(whole[len(seen) :], np.int64), images, text
     known = tokenizer.decode(seen, skip_special_tokens=False)
     if not text.startswith(known) or len(text) == len(known):
         return None
-    return np.array(tokenizer.encode_within(text[len(known) :]), np.int64), images
+    return np.array(tokenizer.encode_within(text[len(known) :]), np.int64), images, text
 
 
 def pins_after(

@@ -56,6 +56,51 @@ def test_tools_in_front_are_pinned_with_the_system_message() -> None:
     assert len(spans) == 1
 
 
+@pytest.mark.parametrize("by_message", [True, False])
+def test_a_system_message_before_the_last_user_message_is_pinned_there(by_message: bool) -> None:
+    template = template_of(next(path for path in TEMPLATES if path.stem == "mistral"))
+    system = {**SYSTEM, "content": "Be brief.", **({"cache": "pin"} if by_message else {})}
+    talk = [system, user("one"), assistant("two"), user("three")]
+    text, spans = render_pinned(template, talk, [TOOL], {}, system=not by_message)
+    assert [text[first:end] for first, end in spans] == ["<s>[INST] ", "Be brief."]
+    assert text[spans[1][1] :].startswith("\n\nthree[/INST]")
+    text, spans = render_pinned(template, [plain([system])[0], *talk], None, {}, system=not by_message)
+    assert [text[first:end] for first, end in spans][-1] == "Be brief." and text[: spans[-1][0]].endswith("\n\n")
+    text, spans = render_pinned(template, talk[:2], [TOOL], {}, system=not by_message)
+    assert [text[:end] for _, end in spans] == [text[: text.index("one")]] and "get_weather" in text[: spans[0][1]]
+
+
+def test_every_pinned_system_message_is_shown_or_refused() -> None:
+    shown = "{% set s = messages | selectattr('role', 'equalto', 'system') | list %}"
+    shown += "({{ s[0].content }}){% for m in messages if m.role == 'user' %}[{{ m.content }}]{% endfor %}"
+    first, second = {"role": "system", "content": "zero"}, {"role": "system", "content": "one", "cache": "pin"}
+    talk = [first, second, user("two")]
+    behind = ChatTemplate({"default": shown + "({{ s[1].content }})"}, {}, "the test")
+    for messages, system in ((talk, False), (plain(talk), True)):
+        text, spans = render_pinned(behind, messages, None, {}, system=system)
+        assert [text[first:end] for first, end in spans] == ["(zero)[", "one"]
+    source = "{% for m in messages if m.role == 'user' %}[{{ m.content }}]{% endfor %}"
+    drops = ChatTemplate({"default": source}, {}, "the test")
+    with pytest.raises(UsageError, match="in another way"):
+        render_pinned(drops, talk, None, {})
+    assert render_pinned(drops, plain(talk), None, {}, system=True) == ("[two]", [(0, 1)])
+
+
+def test_a_front_ends_before_the_first_image() -> None:
+    source = (
+        "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.text or '<image>' }}{% endfor %}{% endfor %}"
+    )
+    template = ChatTemplate({"default": source}, {}, "the test")
+    system, image = {"role": "system", "content": [{"type": "text", "text": "zero"}]}, {"type": "image"}
+    asked = {"type": "text", "text": "one"}
+    for content, front in (([image, asked], "[system]zero[user]"), ([asked, image], "[system]zero[user]")):
+        text, spans = render_pinned(template, [system, user(content)], None, {}, system=True, image="<image>")
+        assert [text[first:end] for first, end in spans] == [front]
+    with_image = {**system, "content": [asked, image, asked]}
+    with pytest.raises(UsageError, match="behind an image"):
+        render_pinned(template, [with_image, user([asked])], None, {}, system=True, image="<image>")
+
+
 def test_parts_of_a_content_are_pinned_from_the_first_text_to_the_last() -> None:
     template = ChatTemplate(
         {"default": "{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}"}, {}, ""

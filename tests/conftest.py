@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -163,13 +163,17 @@ def no_sync() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Give engines one thread: a second one, woken for every operator, would take the core of another worker."""
+def one_thread() -> Iterator[Callable[[], int]]:
+    """Give engines one thread: a second one, woken for every operator, would take the core of another worker.
+
+    The value is the replaced function, which has a test of its own.
+    """
     from kvexport.backends.onnxruntime import backend
 
+    threads = backend._threads
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "_threads", lambda: 1)
-        yield
+        yield threads
 
 
 @pytest.fixture

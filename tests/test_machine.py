@@ -1,10 +1,13 @@
 """Tests of the number of threads on faked systems: hybrid processors, several memory nodes, and containers."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvexport.machine import suitable_threads
+from kvexport.backends.onnxruntime import backend
+from kvexport.machine import Threads, suitable_threads
 
 CPU = "sys/devices/system/cpu/cpu"
 PLAIN = {f"{CPU}{n}/topology/thread_siblings_list": f"{n}\n" for n in range(8)}
@@ -55,3 +58,17 @@ def test_threads_suit_the_processor_and_the_container(
     threads = suitable_threads(tmp_path, frozenset(usable))
     assert threads.number == count
     assert reason in str(threads) if reason else not threads.reasons
+
+
+@pytest.mark.parametrize(
+    ("suitable", "usable", "passed"),
+    [(Threads(4, ()), 8, 0), (Threads(4, ("the control group",)), 8, 4), (Threads(3, ()), 6, 3)],
+    ids=["its own choice", "fewer than cores", "part of the machine"],
+)
+def test_onnx_runtime_gets_a_number_of_threads_where_it_would_choose_another(
+    one_thread: Callable[[], int], monkeypatch: pytest.MonkeyPatch, suitable: Threads, usable: int, passed: int
+) -> None:
+    monkeypatch.setattr(backend, "suitable_threads", lambda: suitable)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(usable)), raising=False)
+    assert one_thread() == passed

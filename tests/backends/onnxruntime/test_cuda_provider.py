@@ -33,9 +33,19 @@ from kvexport.errors import EnvironmentProblem
 from kvexport.export.build import build
 from kvexport.plan.cache import CachePlan
 from plugins.building import make
+from tests.backends.onnxruntime.test_operators_nodes import BUDGET, CAPACITY, LISTED, layer_state, merging
 from tests.export.test_head_budgets import UNEQUAL, recipe_of
 from tests.support.on_device import onto_device
-from tests.support.one_node import VOTE_ATTENTION, C, H, model, session, vote_attention_inputs, vote_attention_shapes
+from tests.support.one_node import (
+    DV,
+    VOTE_ATTENTION,
+    C,
+    H,
+    model,
+    session,
+    vote_attention_inputs,
+    vote_attention_shapes,
+)
 from tests.support.paths import ROOT
 from tests.support.tiny_model import PROMPTS, generated
 
@@ -115,6 +125,27 @@ def test_caches_of_bfloat16_have_the_bits_of_the_kernels_called_by_themselves(on
             bind(name, "cpu", 0, BFLOAT16 if x.dtype == np.uint16 else x.dtype.type, x.shape, x.ctypes.data)
     one.run_with_iobinding(binding)
     assert {name: x.tobytes() for name, x in actual.items()} == {name: x.tobytes() for name, x in expected.items()}
+
+
+@needs_binding
+def test_a_merge_of_bfloat16_on_cuda_has_the_bits_of_the_kernels_called_by_themselves(on_the_binding: None) -> None:
+    from kvexport.methods import all_methods
+    from kvexport.ops.merge_cache import MergeCacheAttributes
+    from tests.conformance.cuda_library import CudaOnHost, bfloat16
+
+    state = layer_state(used=(16, 9))
+    # Rows of the values' size, 12, are not whole vectors of two-byte numbers.
+    state |= {"key": bfloat16(state["key"]), "value": bfloat16(np.concatenate([state["value"]] * 2, -1))}
+    attributes = [MergeCacheAttributes(all_methods()["h2o"](), b, sinks=1, recent=2) for b in BUDGET]
+    expected = CudaOnHost().caller.layer_merge_cache(state, attributes, CAPACITY)
+    one = merging(LISTED | {"sinks": 1, "recent": [2, 2]}, {"value": ["B", "S", 2 * DV]}, bfloat=True)
+    binding, actual = one.io_binding(), {f"present_{name}": np.zeros_like(x) for name, x in state.items()}
+    for bind, arrays in ((binding.bind_input, state), (binding.bind_output, actual)):
+        for name, x in arrays.items():
+            bind(name, "cpu", 0, BFLOAT16 if x.dtype == np.uint16 else x.dtype.type, x.shape, x.ctypes.data)
+    one.run_with_iobinding(binding)
+    assert all(x.tobytes() == expected[name].tobytes() for name, x in actual.items())
+    assert (actual["present_votes"] > 0).sum() == 2 * sum(BUDGET)
 
 
 BFLOAT16 = 16  # TensorProto.BFLOAT16

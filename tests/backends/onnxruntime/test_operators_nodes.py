@@ -8,14 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvexport.backends.onnxruntime.operators import VARIABLE, library
-from kvexport.methods import all_methods
+from kvexport.backends.onnxruntime.operators import library
 from kvexport.methods.attention_matching import AttentionMatching
-from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.schema.attribute import Attribute
 from kvexport.schema.policy import POLICY
-from plugins.building import make
-from tests.conformance.cuda_library import CudaOnHost, bfloat16
 from tests.conformance.layout import joined
 from tests.support.one_node import (
     DV,
@@ -335,34 +331,6 @@ def test_tensors_that_do_not_fit_the_heads_are_errors_of_the_run(inputs: dict[st
 def test_states_that_do_not_fit_the_heads_are_errors_of_a_merge(change: dict[str, np.ndarray], problem: str) -> None:
     with pytest.raises(Exception, match=problem):
         merging(LISTED, {name: [None] * x.ndim for name, x in change.items()}).run(None, layer_state() | change)
-
-
-ON_HOST = make.host_output("onnxruntime-cuda-host")
-needs_binding = pytest.mark.skipif(
-    not make.is_current("onnxruntime-cuda-host"),
-    reason="not reached: the binding is not compiled for the host (make cuda-host)",
-)
-
-
-@needs_binding
-def test_a_merge_of_bfloat16_on_cuda_has_the_bits_of_the_kernels_called_by_themselves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv(VARIABLE, str(ON_HOST))
-    state = layer_state(used=(16, 9))
-    # Rows of the values' size, 12, are not whole vectors of two-byte numbers.
-    state |= {"key": bfloat16(state["key"]), "value": bfloat16(np.concatenate([state["value"]] * 2, -1))}
-    attributes = [MergeCacheAttributes(all_methods()["h2o"](), b, 2, 1) for b in BUDGET]
-    expected = CudaOnHost().caller.layer_merge_cache(state, attributes, CAPACITY)
-    one = merging(LISTED | {"sinks": 1, "recent": [2, 2]}, {"value": ["B", "S", 2 * DV]}, bfloat=True)
-    binding, actual = one.io_binding(), {f"present_{name}": np.zeros_like(x) for name, x in state.items()}
-    for bind, arrays in ((binding.bind_input, state), (binding.bind_output, actual)):
-        for name, x in arrays.items():
-            kind = 16 if x.dtype == np.uint16 else x.dtype.type  # TensorProto.BFLOAT16
-            bind(name, "cpu", 0, kind, x.shape, x.ctypes.data)
-    one.run_with_iobinding(binding)
-    assert all(x.tobytes() == expected[name].tobytes() for name, x in actual.items())
-    assert (actual["present_votes"] > 0).sum() == 2 * sum(BUDGET)
 
 
 def ring_feed(op: str, rng: np.random.Generator, half: bool = False) -> dict[str, Any]:

@@ -385,6 +385,7 @@ def stand_in(template: Any, tokenizer: Any) -> Any:
     engine: Any = SimpleNamespace(chat_template=template, tokenizer=tokenizer, max_length=1000, vocabulary=5000)
     engine.manifest = SimpleNamespace(images=None)
     engine.chat_text = partial(Engine.chat_text, engine)
+    engine._chat_parts = partial(Engine._chat_parts, engine)
     return engine
 
 

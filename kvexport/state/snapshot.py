@@ -166,7 +166,7 @@ class Snapshot:
             snapshot = cls(origin, ids, arrays, counters, sampler, text, generation, adapter, tuple(images))
             _check(snapshot, manifest)
             return snapshot
-        except (KeyError, TypeError, ValueError, OverflowError, ValidationError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError, ValidationError) as error:
             raise damaged(f"its header cannot be used ({type(error).__name__}: {error})"[:300]) from error
         except SnapshotError:
             raise

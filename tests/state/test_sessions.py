@@ -440,4 +440,4 @@ def test_a_turn_after_an_answer_in_other_tokens_gets_no_space(name: str) -> None
         assert new is not None
         assert tokenizer.decode([*seen, *new[0]], skip_special_tokens=False) == Template().render(talk)
         assert EngineCore.encode(engine, ".umore.a", after=after(seen)).tolist() == [*seen, *new[0]]
-        seen += [*new.tolist(), *(i for letter in "count" for i in tokenizer.encode_within(letter))]
+        seen += [*new[0].tolist(), *(i for letter in "count" for i in tokenizer.encode_within(letter))]

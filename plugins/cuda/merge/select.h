@@ -241,7 +241,8 @@ struct Rank {
     const Span span = sum_up(
         Span{INT32_MAX, -1}, [](Span& x, int p) { x = {min_of(x.low, p), max_of(x.high, p)}; },
         [](Span a, Span b) { return Span{min_of(a.low, b.low), max_of(a.high, b.high)}; });
-    const int now = span.high, passed_at = a.sliding_window ? now - a.sliding_window : -1,
+    // Without a window nothing has passed, not even pinned slots, whose positions are below 0 during a merge.
+    const int now = span.high, passed_at = a.sliding_window ? now - a.sliding_window : INT32_MIN,
               before_recent = max_of(passed_at, now - head.own.recent);
     const Counts counts = sum_up(
         Counts{},

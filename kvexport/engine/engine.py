@@ -252,23 +252,23 @@ class Engine(EngineCore):
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-        *,
-        system: bool = False,
     ) -> tuple[NDArray[np.int64], list[tuple[int, int]]]:
         """Return the token ids of a conversation, as `encode_chat` does, and the ranges of ids that are pinned.
 
         Args:
-            messages: The conversation's messages. The text of a message with `"cache": "pin"` is pinned; with a first
-                system message also everything that the template puts before the first other message, such as tools.
+            messages: The conversation's messages, without images. The text of a message with `"cache": "pin"` is
+                pinned; with a first system message also everything that the template puts before the first other
+                message, such as tools.
             tools: JSON schemas of functions that the model may call.
             variables: Variables of the chat template.
-            system: Whether the first system messages are pinned without the field `cache`.
 
         Raises:
-            UsageError: The artifact has no chat template, or the template refuses the messages.
+            UsageError: The artifact has no chat template, the template refuses the messages, or they have images.
         """
         template, tokenizer = self._chat_parts()
-        text, spans = render_pinned(template, messages, tools, variables or {}, system=system)
+        if images_of_messages(messages)[1]:
+            raise UsageError("encode_pinned_chat takes no images", "encode_chat_with_images, which pins nothing")
+        text, spans = render_pinned(template, messages, tools, variables or {})
         ids = tokenizer.encode(text, add_special_tokens=False)
         return self.encode(ids), tokenizer.ranges(text, ids, spans) if spans else []
 

@@ -254,3 +254,5 @@ def test_a_pinned_message_of_a_conversation_stays_in_the_cache(engine: Engine) -
     assert engine.timing.pinned_tokens == len(facts)
     with pytest.raises(UsageError, match="the artifact has room for 8"):
         engine.chat([{**messages[0], "cache": "pin"}], max_new_tokens=4)
+    with pytest.raises(UsageError, match="encode_pinned_chat takes no images"):
+        engine.encode_pinned_chat([{"role": "user", "content": [{"type": "image", "image": b""}]}])

@@ -45,7 +45,7 @@ def test_lanes_memory_and_slots_while_a_request_runs(engine: Engine, server: Run
 
 
 def test_an_answer_has_the_number_that_its_lane_shows(server: Running, slow: None) -> None:
-    """Of several prompts that are read at once, a client finds its own."""
+    """The header X-Request-Number and the field `request` of a lane in /stats name the same request."""
     url, body = urlsplit(server.url).netloc, {"max_tokens": 200, "stream": True}
     clients = [HTTPConnection(url, timeout=60) for _ in range(3)]
     for i, client in enumerate(clients):

@@ -18,6 +18,7 @@ from tools.gpu_check.target import Figures, Skipped, Target
 
 NEEDED = (
     "onnxruntime", "tokenizers", "yaml", "torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors",
+    "polygraphy",
 )  # fmt: skip
 ARTIFACTS: dict[str, dict[str, Any]] = {
     "float16": {},
@@ -46,7 +47,7 @@ def tensorrt(target: Target) -> Figures:
                 raise RuntimeError(f"{name}: {result.problem}")
             figures[name] = {
                 "operators": dict(result.operators),
-                "nats from transformers": result.first_kl,
+                "nats from PyTorch": result.own_kl,
                 "heads merged": result.head_merges,
                 **step_times(load(artifact)),
             }

@@ -1,4 +1,7 @@
-"""The attention of one layer over a text with a compressed KV cache, by native operators if they are built."""
+"""The attention of one layer over a text with a compressed KV cache.
+
+On the CPU native operators compute it, if they are built; on a GPU PyTorch does.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +39,17 @@ def compressed_attention(
     import torch
 
     parts, dtypes = [], cache.dtypes()
-    state: Sequence[Tensor] = [torch.from_numpy(np.zeros(x, dtypes[name])) for name, x in cache.shapes(1).items()]
+    device = inputs[0].device
+    state: Sequence[Tensor] = [
+        torch.from_numpy(np.zeros(x, dtypes[name])).to(device) for name, x in cache.shapes(1).items()
+    ]
     attend, merge = layer_attributes(method, layer, cache.value_prefix), merge_attributes(cache, method)
-    opener = native_opener(cache, method) if sink_logits is None else None
+    opener = native_opener(cache, method) if sink_logits is None and device.type == "cpu" else None
     for first in range(0, inputs[0].shape[2], chunk):
         new = [x[:, :, first : first + chunk].contiguous() for x in inputs]
         tokens = new[0].shape[2]
-        position = torch.arange(first, first + tokens)[None]
-        arguments: Any = (*new, position, torch.tensor([[tokens]]), *state)
+        position = torch.arange(first, first + tokens, device=device)[None]
+        arguments: Any = (*new, position, torch.tensor([[tokens]], device=device), *state)
         if opener is not None:
             output, *state = _run(_attention_session(attend, opener), arguments)
         else:

@@ -58,7 +58,7 @@ def _measured(
     """
     from kvexport.calibrate.guard import divergence
     from kvexport.calibrate.head_shares import fitted_slots, grouped, head_shares_of, samples_of
-    from kvexport.calibrate.measured import measure
+    from kvexport.calibrate.measured import device_of, measure
     from kvexport.calibrate.texts import LENGTH, read_kinds, tokenized
     from kvexport.export.model.checkpoint import resolve_checkpoint
 
@@ -84,7 +84,7 @@ def _measured(
     listed = changed(["cache.allocation.kind=listed", f"cache.allocation.shares={shares}"])
     read_model(listed.recipe, weights=False)  # some recipes cannot have caches of different heads, and raise an error
     with progress("comparing with the full cache", None):
-        compared = divergence(listed.recipe, shape, next(iter(samples.values())).ids, slots)
+        compared = divergence(listed.recipe, shape, next(iter(samples.values())).ids, slots, device_of(shape, length))
     say(compared.line)
     if compared.warning:
         say(f"warning: {compared.warning}")

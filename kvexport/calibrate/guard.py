@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-def divergence(recipe: Recipe, shape: ModelShape, ids: Ids, slots: int) -> Divergence:
+def divergence(recipe: Recipe, shape: ModelShape, ids: Ids, slots: int, device: str) -> Divergence:
     """Return how far the recipe's KV cache, and a cache that only drops entries, are from the full cache on one text.
 
     The distances are mean KL divergences of predictions in nats, over the second half of the text.
@@ -39,7 +39,8 @@ def divergence(recipe: Recipe, shape: ModelShape, ids: Ids, slots: int) -> Diver
     dropping = {**cache, "method": DROPPING, "parameters": {}, "allocation": {"kind": "uniform"}}
     recipes = [base.model_validate({**base.model_dump(mode="json"), "cache": x}) for x in (cache, dropping)]
     kept = list(range(len(ids) // 2, len(ids) - 1, 4))
-    decoder, chunk = LayerwiseDecoder(shape.checkpoint, recipe), base.export.prefill_chunk
+    decoder = LayerwiseDecoder(shape.checkpoint, recipe, torch.device(device))
+    chunk = base.export.prefill_chunk
     full = decoder.logits(ids, kept, FullAttention(shape.geometry, recipe.cache.build_method())).log_softmax(-1)
     results = []
     for own in recipes:

@@ -37,7 +37,9 @@ FORWARD, BACKWARD = 1, 4  # progress steps of a layer's forward and backward pas
 
 
 class HeadCosts:
-    def __init__(self, recipe: Recipe, shape: ModelShape) -> None:
+    def __init__(self, recipe: Recipe, shape: ModelShape, device: str = "cpu") -> None:
+        import torch
+
         if len(heads := {layer.kv_heads for layer in shape.geometry}) > 1:
             problem = f"layers have different numbers of KV heads ({', '.join(map(str, sorted(heads)))})"
             raise UsageError(problem, EQUAL)
@@ -48,7 +50,7 @@ class HeadCosts:
             "cache": {**resolved["cache"], "dtype": "model"},
         }
         self._method, self._geometry = recipe.cache.build_method(), shape.geometry
-        self._decoder = LayerwiseDecoder(shape.checkpoint, recipe)
+        self._decoder = LayerwiseDecoder(shape.checkpoint, recipe, torch.device(device))
 
     @property
     def units(self) -> int:
@@ -82,7 +84,7 @@ class HeadCosts:
                 d = compressed_attention(cache, geometry[i], self._method, inputs, chunk, full.sink_logits) - output
                 for gradient in inner:
                     change = (gradient * d).reshape(costs.shape[1], -1, *d.shape[2:]).sum((1, 3))  # [H, T]
-                    costs[i, :, p] += 0.5 * change.square().sum(1).double().numpy() / PROBES / len(counted)
+                    costs[i, :, p] += 0.5 * change.square().sum(1).double().cpu().numpy() / PROBES / len(counted)
             advance(BACKWARD)
         return costs
 
@@ -103,7 +105,9 @@ def _fisher_directions(logits: Tensor) -> Iterator[Tensor]:
     probability, rng = torch.softmax(logits, -1), torch.Generator().manual_seed(0)
     root = probability.sqrt()
     for _ in range(PROBES):
-        drawn = root * torch.randint(0, 2, probability.shape, generator=rng, dtype=torch.int8).mul_(2).sub_(1)
+        # Drawn on the CPU, so that a GPU measures with the same projections.
+        signs = torch.randint(0, 2, probability.shape, generator=rng, dtype=torch.int8, device="cpu").mul_(2).sub_(1)
+        drawn = root * signs.to(root.device)
         yield drawn.addcmul_(probability, (root * drawn).sum(-1, keepdim=True), value=-1)
 
 
@@ -122,11 +126,11 @@ class FullAttention:
 
         layer, sinks = self.geometry[options["layer"]], options.get("s_aux")
         if layer.sliding_window or layer.softcap or sinks is not None:
-            position = torch.arange(query.shape[2])[None]
+            position = torch.arange(query.shape[2], device=query.device)[None]
             votes = key.new_ones(key.shape[:3])
             state = key, value, votes, votes, position.expand(key.shape[:3])
             attributes = layer_attributes(self.method, layer)
-            lengths = torch.tensor([[query.shape[2]]])
+            lengths = torch.tensor([[query.shape[2]]], device=query.device)
             output = read_attention(query, position, lengths, state, sinks, attributes=attributes)
         else:
             output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=layer.scale, enable_gqa=True)

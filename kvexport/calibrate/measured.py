@@ -94,13 +94,11 @@ def measure(
     if missing:
         from kvexport.calibrate.head_costs import HeadCosts
 
-        _require_memory(recipe, shape, length)
-        measurement = HeadCosts(recipe, shape)
+        device = device_of(shape, length)
+        measurement = HeadCosts(recipe, shape, device)
         about = duration(SECONDS * _parameters(shape) * len(missing))
-        say(
-            f"calibrating on {len(missing)} texts, about {about} on two cores that do nothing else, so that each KV "
-            f"head gets the slots it needs ({HINT})"
-        )
+        where = f"about {about} on two cores that do nothing else" if device == "cpu" else "on the GPU"
+        say(f"calibrating on {len(missing)} texts, {where}, so that each KV head gets the slots it needs ({HINT})")
         start, done = time.monotonic(), 0
         try:
             with progress("calibrating", measurement.units * len(missing)) as bar:
@@ -131,13 +129,23 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
-def _require_memory(recipe: Recipe, shape: ModelShape, length: int) -> None:
-    """Raise EnvironmentProblem if less memory is free than a calibration takes."""
-    need, (_, available) = memory_of(shape, length), machine_memory()
+def device_of(shape: ModelShape, length: int) -> str:
+    """Return PyTorch's device that calibrates: a GPU that has the memory, otherwise the CPU.
+
+    Raises:
+        EnvironmentProblem: If the CPU has less free memory than a calibration takes.
+    """
+    import torch
+
+    need = memory_of(shape, length)
+    if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] >= need:
+        return "cuda"
+    _, available = machine_memory()
     if 0 < available < need:
         raise EnvironmentProblem(
             f"the calibration takes {format_bytes(need)} of memory, and {format_bytes(available)} are free", ""
         )
+    return "cpu"
 
 
 def memory_of(shape: ModelShape, length: int) -> int:

@@ -1,19 +1,22 @@
 """A build compares its cache with the full one on a text, and warns of a cache that is far worse than dropping."""
 
+from typing import Any
+
 import pytest
 
 from kvexport.calibrate.guard import Divergence, divergence
 from kvexport.export.build import read_model
 from kvexport.recipe.load import recipe_for
+from tests.support.elsewhere import ELSEWHERE, elsewhere
 from tests.support.paths import ROOT
 
 SMALL = ROOT / "tests" / "checkpoints" / "small"
 
 
-def compared(*settings: str, slots: int = 24) -> Divergence:
+def compared(*settings: str, slots: int = 24, device: Any = "cpu") -> Divergence:
     recipe = recipe_for(str(SMALL), slots, max_length=256, overrides=settings).recipe
     ids = list(range(5, 69))
-    return divergence(recipe, read_model(recipe), ids, slots)
+    return divergence(recipe, read_model(recipe), ids, slots, device)
 
 
 def test_fewer_slots_are_farther_from_the_full_cache() -> None:
@@ -21,6 +24,13 @@ def test_fewer_slots_are_farther_from_the_full_cache() -> None:
     assert few.built > many.built > 0 and few.dropped > many.dropped > 0
     assert all_slots.built < 1e-4
     assert f"{few.built:.3g} nats" in few.line and "with 13 slots" in few.line
+
+
+def test_a_gpu_finds_the_distances_of_the_cpu() -> None:
+    expected = compared()
+    with elsewhere():
+        there = compared(device=ELSEWHERE)
+    assert (there.built, there.dropped) == pytest.approx((expected.built, expected.dropped), rel=1e-2)
 
 
 def test_dropping_is_as_far_as_itself_with_any_shares() -> None:

@@ -17,6 +17,7 @@ from kvexport.plan.cache import LayerGeometry
 from kvexport.plan.planner import plan_cache
 from kvexport.recipe.load import LoadedRecipe, load_recipe
 from kvexport.validate.reference import load_model
+from tests.support.elsewhere import ELSEWHERE, elsewhere
 
 LENGTH, BUDGETS = 128, (16, 40)
 IDS = np.random.default_rng(0).integers(5, 90, LENGTH).tolist()
@@ -59,6 +60,32 @@ def test_layers_one_at_a_time_have_the_costs_of_the_whole_model(tiny: tuple[Load
     costs = HeadCosts(loaded.recipe, shape).of_text(IDS, COUNTED, lambda _: BUDGETS)
     assert expected.max() > 0
     np.testing.assert_allclose(costs, expected, rtol=1e-3, atol=1e-4 * expected.max())
+
+
+def test_a_gpu_measures_the_costs_of_the_cpu(tiny: tuple[LoadedRecipe, ModelShape]) -> None:
+    loaded, shape = tiny
+    expected = HeadCosts(loaded.recipe, shape).of_text(IDS, COUNTED, lambda _: BUDGETS)
+    with elsewhere():
+        costs = HeadCosts(loaded.recipe, shape, ELSEWHERE).of_text(IDS, COUNTED, lambda _: BUDGETS)
+    np.testing.assert_allclose(costs, expected, rtol=1e-3, atol=1e-4 * expected.max())
+
+
+@pytest.mark.parametrize("name", sorted(all_methods()))
+def test_every_method_compresses_on_a_gpu_as_on_the_cpu(name: str) -> None:
+    layer, method = LayerGeometry(4, 2, 8, 8, sliding_window=40, softcap=5.0, scale=0.3), all_methods()[name]()
+    recipe = sized(load_recipe("tiny-base", [f"cache.method={name}"]).resolved, LENGTH, 24)
+    cache = plan_cache(recipe, [layer]).caches[0]
+    rng = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(1, h, LENGTH, 8, generator=rng) for h in (4, 2, 2)]
+    expected = compressed_attention(cache, layer, method, inputs, 4)
+    with elsewhere():
+        output = compressed_attention(cache, layer, method, [x.to(ELSEWHERE) for x in inputs], 4).cpu()
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_device_that_is_not_there_refuses_tensors_of_the_cpu() -> None:
+    with elsewhere(), pytest.raises(RuntimeError, match="of the GPU and of the CPU"):
+        torch.ones(2, device=ELSEWHERE) + torch.ones(2)
 
 
 def test_native_operators_compute_the_compressed_attention_of_pytorch(

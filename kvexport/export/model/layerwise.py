@@ -2,7 +2,8 @@
 
 The forward pass stores the input of every layer. The backward pass of a layer runs that layer again from its input.
 Each module reads its own weights when it is called, and frees them when it returns. At any time, memory therefore holds
-the weights and activations of one layer, the inputs of all layers, and the output head.
+the weights and activations of one layer, the inputs of all layers, and the output head. On a GPU, this memory is the
+GPU's; weights are read on the host and then copied.
 """
 
 from __future__ import annotations
@@ -28,8 +29,12 @@ UNREAD = nn.UninitializedParameter(requires_grad=False)
 """The placeholder of a weight that is not in memory. Any computation with it is an error."""
 
 
+CPU = torch.device("cpu")
+
+
 class LayerwiseDecoder:
-    def __init__(self, checkpoint: Checkpoint, recipe: Recipe) -> None:
+    def __init__(self, checkpoint: Checkpoint, recipe: Recipe, device: torch.device = CPU) -> None:
+        self.device = device
         with quiet_exporter():
             self._model = float_model(checkpoint, recipe, IMPLEMENTATION)
         self._type = self._model.config.model_type
@@ -37,7 +42,9 @@ class LayerwiseDecoder:
         if unread := next((name for name, _ in self._model.named_parameters() if name not in sources), ""):
             raise UsageError(f"parameter '{unread}' of {self._type} is assembled from several tensors")
         self.layers = self._decoder_layers()
-        stream_weights(self._model, checkpoint, sources)
+        for module in self._model.modules():  # those that no tensor of the checkpoint gives, such as rotary frequencies
+            module._buffers.update({name: x if x is None else x.to(device) for name, x in module._buffers.items()})
+        stream_weights(self._model, checkpoint, sources, device)
 
     def _decoder_layers(self) -> Sequence[nn.Module]:
         config = self._model.config.get_text_config()
@@ -55,7 +62,7 @@ class LayerwiseDecoder:
     @contextmanager
     def _running(self, attention: Attending) -> Iterator[None]:
         try:
-            with quiet_exporter(), attending(attention):
+            with quiet_exporter(), attending(attention), self.device:
                 yield
         except KvexportError:
             raise
@@ -145,14 +152,16 @@ def _attends(layer: nn.Module) -> bool:
     return any(isinstance(getattr(module, "layer_idx", None), int) for module in layer.modules())
 
 
-def stream_weights(model: Any, checkpoint: Checkpoint, sources: Mapping[str, str]) -> None:
+def stream_weights(model: Any, checkpoint: Checkpoint, sources: Mapping[str, str], device: torch.device = CPU) -> None:
     embedding = model.get_input_embeddings()
     for prefix, module in model.named_modules():
         above = f"{prefix}." if prefix else ""
         names = {own: sources[above + own] for own, p in module._parameters.items() if p is not None}
         if not names:
             continue
-        read = _pick_rows(checkpoint, names["weight"]) if module is embedding else _read(checkpoint, names)
+        read = (
+            _pick_rows(checkpoint, names["weight"], device) if module is embedding else _read(checkpoint, names, device)
+        )
         module.register_forward_pre_hook(read)
         module.register_forward_hook(_let_go(names))
         module._parameters.update(dict.fromkeys(names, UNREAD))
@@ -168,17 +177,17 @@ def float_model(checkpoint: Checkpoint, recipe: Recipe, attention: str = "sdpa")
     return model.eval()
 
 
-def _read(checkpoint: Checkpoint, names: Mapping[str, str]) -> Any:
+def _read(checkpoint: Checkpoint, names: Mapping[str, str], device: torch.device) -> Any:
     def hook(module: nn.Module, _: Any) -> None:
         for own, tensor in names.items():
             source = checkpoint.computed.get(tensor)
             values = load_tensor(checkpoint.tensors[tensor], "float32") if source is None else dense_values(source)
-            module._parameters[own] = nn.Parameter(torch.from_numpy(values), requires_grad=False)
+            module._parameters[own] = nn.Parameter(torch.from_numpy(values).to(device), requires_grad=False)
 
     return hook
 
 
-def _pick_rows(checkpoint: Checkpoint, tensor: str) -> Any:
+def _pick_rows(checkpoint: Checkpoint, tensor: str, device: torch.device) -> Any:
     """Return a hook that reads only the embedding's rows of the current tokens, as the embedding may be large."""
 
     def hook(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -186,8 +195,8 @@ def _pick_rows(checkpoint: Checkpoint, tensor: str) -> Any:
         if tensor in checkpoint.tensors:
             rows = np.concatenate([read_rows(checkpoint.tensors[tensor], range(i, i + 1)) for i in used.tolist()])
         else:
-            rows = dense_values(checkpoint.computed[tensor])[used.numpy()]
-        module._parameters["weight"] = nn.Parameter(torch.from_numpy(rows), requires_grad=False)
+            rows = dense_values(checkpoint.computed[tensor])[used.cpu().numpy()]
+        module._parameters["weight"] = nn.Parameter(torch.from_numpy(rows).to(device), requires_grad=False)
         module.padding_idx = None  # the row of padding may be among those that are not read
         return (places, *args[1:])
 

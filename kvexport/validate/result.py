@@ -111,6 +111,8 @@ class ValidationResult:
     in_place_identical: bool = True  # whether the in-place run gave the same bits as separate buffers
     # Whether the top logits that a device returned are the largest of the row; None if the host has the whole row
     top_logits_hold: bool | None = None
+    # Where the answers of the engine with CUDA graphs differ from those without; None on the CPU, which has no graphs
+    shipped_difference: str | None = None
     # The mean KL(PyTorch || engine) in nats, with each running independently from the first token to the last
     own_kl: float = 0.0
     own_kl_allowed: float = 0.0  # largest value of `own_kl` that passes
@@ -182,6 +184,10 @@ class ValidationResult:
             )
         if self.top_logits_hold is False:
             problems.append("the top logits that the device returned are not the largest logits")
+        if self.shipped_difference:
+            problems.append(
+                f"with CUDA graphs and steps ahead of the host the engine answers otherwise: {self.shipped_difference}"
+            )
         if not self.own_kl <= self.own_kl_allowed:
             problems.append(
                 f"an independent run of the engine is {self.own_kl:.3g} nats from an independent run of PyTorch, "

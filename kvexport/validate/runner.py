@@ -54,6 +54,7 @@ def validate_artifact(
     from kvexport.validate.comparison import Comparison
     from kvexport.validate.divergence import compared_positions, mean_kl_at, measure_divergence, untouched_positions
     from kvexport.validate.reference import TorchReference, full_logits
+    from kvexport.validate.shipped import shipped_difference
 
     began = time.monotonic()
     manifest = load_manifest(path)
@@ -66,7 +67,7 @@ def validate_artifact(
         shape = read_model(recipe)
         require_checkpoint(shape.checkpoint, manifest, path)
         # CUDA graphs are off, because a captured one reads its inputs from fixed addresses, and here every call has its
-        # own buffers.
+        # own buffers. `shipped_difference` compares answers with graphs.
         engine = load(path, backend=backend, device=device, cuda_graph=False, verify=False, float_input=True)
         method = recipe.cache.build_method()
         tokens, texts = sequences(engine, length, batch, seed)
@@ -106,6 +107,11 @@ def validate_artifact(
         full = full_logits(shape.checkpoint, recipe, tokens, every)
         measure_divergence(result, tokens, positions, own, full)
         result.first_kl, result.first_compared = mean_kl_at(untouched, own, full)
+    if where != "cpu":
+        with progress("comparing answers with and without CUDA graphs", None):
+            result.shipped_difference = shipped_difference(
+                lambda graphs: load(path, backend=backend, device=device, cuda_graph=graphs, verify=False), tokens
+            )
     result.seconds = time.monotonic() - began
     return result
 

@@ -75,6 +75,7 @@ def summary(result: ValidationResult) -> dict[str, Any]:
         "head-merges that differ from PyTorch's by a tie": f"{len(result.flips)} of {result.head_merges}",
         "in-place buffers": "bit-identical" if result.in_place_identical else "DIFFERS",
         **({} if result.top_logits_hold is None else {"top logits": "right" if result.top_logits_hold else "WRONG"}),
+        **({} if result.shipped_difference is None else {"CUDA graphs": result.shipped_difference or "equal answers"}),
         "independent run": f"KL {result.own_kl:.2g} nats from PyTorch's over {result.own_compared} tokens, allowed "
         f"{result.own_kl_allowed:g}{_parted(result)}",
         "before anything was evicted": f"KL {result.first_kl:.2g} nats from transformers' own attention, cache and "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ from kvexport.errors import ArtifactError, EnvironmentProblem, lacks_memory
 
 if TYPE_CHECKING:
     from kvexport.plan.cache import CachePlan
+
+FUSED_PRODUCTS = "ORT_FPA_INTB_GEMM"  # ONNX Runtime's own variable: 0 leaves its fused products off
 
 
 def open_session(
@@ -54,6 +57,9 @@ def open_session(
                 raise
             raise _unusable(path, f"ONNX Runtime does not open it: {first_line(error)}") from error
     load_cuda_libraries(ort)
+    if FUSED_PRODUCTS not in os.environ:
+        # Otherwise a product of packed weights with more than 16 rows first writes all weights in 16 bits.
+        options.add_session_config_entry("ep.cuda.fpa_intb_gemm", "1")
     # TF32 is off, so that matrix products of a float32 model are computed in float32. Without the arena's strategy, a
     # memory arena that is too small would grow to twice its size.
     settings = {"device_id": "0", "use_tf32": "0", "enable_cuda_graph": str(int(graphs))}

@@ -22,6 +22,9 @@ from kvexport.ops.packed import PackedFormat, integers, scales
 
 Array = NDArray[Any]
 GROUPS = (128, 64, 32, 16)
+# Products that read each packed weight once for many rows (`ep.cuda.fpa_intb_gemm`) are in ONNX Runtime's wheels for
+# groups of 32 without zero points alone. They are worth the scales of smaller groups.
+FUSED = 32
 
 
 def nbits_format(packing: PackedFormat, inputs: int) -> PackedFormat:
@@ -32,7 +35,8 @@ def nbits_format(packing: PackedFormat, inputs: int) -> PackedFormat:
     """
     bits = 8 if packing.table or packing.bits > 4 else 4
     signed = packing.signed or bool(packing.table)
-    groups = [group for group in GROUPS if packing.group % group == 0]
+    largest = FUSED if packing.offset == "none" else GROUPS[0]
+    groups = [group for group in GROUPS if group <= largest and packing.group % group == 0]
     if packing.offset == "zero" and bits == 4:
         even = [group for group in groups if inputs // group % 2 == 0]
         bits, groups = (4, even) if even else (8, groups)

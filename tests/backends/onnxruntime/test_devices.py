@@ -21,6 +21,7 @@ from kvexport.backends.onnxruntime import operators as native
 from kvexport.backends.onnxruntime.device_array import DeviceArray
 from kvexport.backends.onnxruntime.model import LoadedModel
 from kvexport.backends.onnxruntime.model_sessions import DECODER, MERGE, TOP_LOGITS
+from kvexport.backends.onnxruntime.session import FUSED_PRODUCTS
 from kvexport.backends.onnxruntime.streams import HostStream
 from kvexport.commands.app import app
 from kvexport.engine.load import load
@@ -212,6 +213,29 @@ def test_without_native_operators_for_cuda_the_functions_run_there(
     assert not load(cuda_artifact, cuda_graph=False).model.graphs  # type: ignore[attr-defined]
     monkeypatch.setenv(native.VARIABLE, "off")
     assert tokens == generated(load(cuda_artifact, device="cpu"), 3)
+
+
+@pytest.mark.parametrize("variable", [None, "0"])
+def test_products_of_many_rows_read_packed_weights_once(
+    cuda_artifact: Path, gpu: Callable[[list[str]], list[Any]], monkeypatch: pytest.MonkeyPatch, variable: str | None
+) -> None:
+    """ONNX Runtime's own variable decides, where it is set."""
+    gpu([*devices.PROVIDERS.values()])
+    monkeypatch.delenv(FUSED_PRODUCTS, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(FUSED_PRODUCTS, variable)
+    real, found = onnxruntime.InferenceSession, []
+
+    def opened(path: str, options: Any, **rest: Any) -> Any:
+        try:
+            found.append(options.get_session_config_entry("ep.cuda.fpa_intb_gemm"))
+        except RuntimeError:  # ONNX Runtime has no such entry
+            found.append(None)
+        return real(path, options, **rest)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", opened)
+    load(cuda_artifact)
+    assert found and {*found} == {"1" if variable is None else None}
 
 
 def test_cuda_libraries_are_loaded_before_adapters_take_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kvexport.errors import KvexportError, UsageError
@@ -190,13 +191,18 @@ def _read(checkpoint: Checkpoint, names: Mapping[str, str], device: torch.device
 def _pick_rows(checkpoint: Checkpoint, tensor: str, device: torch.device) -> Any:
     """Return a hook that reads only the embedding's rows of the current tokens, as the embedding may be large."""
 
+    read: tuple[list[int], NDArray[Any]] = [], np.empty(0)  # the last call's, as a text is read several times
+
     def hook(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        nonlocal read
         used, places = torch.unique(args[0], return_inverse=True)
-        if tensor in checkpoint.tensors:
-            rows = np.concatenate([read_rows(checkpoint.tensors[tensor], range(i, i + 1)) for i in used.tolist()])
-        else:
-            rows = dense_values(checkpoint.computed[tensor])[used.cpu().numpy()]
-        module._parameters["weight"] = nn.Parameter(torch.from_numpy(rows).to(device), requires_grad=False)
+        if (wanted := used.tolist()) != read[0]:
+            if tensor in checkpoint.tensors:
+                rows = np.concatenate([read_rows(checkpoint.tensors[tensor], range(i, i + 1)) for i in wanted])
+            else:
+                rows = dense_values(checkpoint.computed[tensor])[wanted]
+            read = wanted, rows
+        module._parameters["weight"] = nn.Parameter(torch.from_numpy(read[1]).to(device), requires_grad=False)
         module.padding_idx = None  # the row of padding may be among those that are not read
         return (places, *args[1:])
 

@@ -63,7 +63,7 @@ def engine_of(model: str, setting: str, length: int, threads: int, folder: Path)
         [*fixed, *chosen],
         budget=int(slots) if slots else None,
         max_length=length + 2 * NEXT,
-        calibrate=method == DEFAULT,
+        calibrate=None if method == DEFAULT else False,
     )
     return kvexport.load(folder, verify=False), time.perf_counter() - start
 

@@ -9,7 +9,7 @@ nltk and tenacity; of their json/english_words.json a `{}` is enough for texts o
 into the model's chat template, and RULER's beginning of the answer follows, as in RULER. The text is read and
 compressed before its question is known; with --known the whole prompt is read first and compressed at its end
 (`cache.merge_prompts: end`). `default` has measured budgets of KV heads; the other methods have as many slots in every
-head. A method may have settings, as in full:cache.dtype=int8.
+head. A method may have settings, as in full:cache.dtype=int8 and default:cache.dtype=int8.
 
 In the tasks with several needles, --questions of them are asked of copies of the cache, so that the text is read once.
 The score is RULER's: the share of the true answers that the generated text contains. Intervals of 95 % come from a
@@ -104,6 +104,11 @@ def questions_of(after: str, item: Item, row: dict[str, Any], most: int) -> list
     return questions
 
 
+def contained(said: str, answers: Sequence[str]) -> float:
+    """Return RULER's score of a text, the share of the true answers that it contains."""
+    return sum(answer.lower() in said.lower() for answer in answers) / len(answers)
+
+
 def answered(engine: Engine, text: str, questions: Sequence[Question], tokens: int, *, known: bool) -> list[float]:
     """Return the scores of the answers to questions about one text."""
     tokenizer = engine.tokenizer
@@ -126,11 +131,13 @@ def answered(engine: Engine, text: str, questions: Sequence[Question], tokens: i
             lanes.restore(0, read)
             logits = lanes.prefill([ids(question.text + question.prefix)])[0]
         answer: list[int] = []
-        while len(answer) < tokens and int(logits.argmax()) not in ends:
-            answer.append(int(logits.argmax()))
-            logits = lanes.append([answer[-1:]])[0, 0]
-        said = tokenizer.decode(answer).lower()
-        scores.append(sum(true.lower() in said for true in question.answers) / len(question.answers))
+        # The score counts what the answer contains, so nothing that follows a complete answer can change it.
+        while (score := contained(tokenizer.decode(answer), question.answers)) < 1 and len(answer) < tokens:
+            if (token := int(logits.argmax())) in ends:
+                break
+            answer.append(token)
+            logits = lanes.append([[token]])[0, 0]
+        scores.append(score)
     return scores
 
 
@@ -139,14 +146,15 @@ def engine_of(setting: str, options: argparse.Namespace, folder: Path) -> Engine
     label, _, slots = setting.partition("/")
     common = ["limits.max_batch=1", f"backend.threads={options.threads}"]
     common += ["cache.merge_prompts=end"] if options.known and label.partition(":")[0] != "full" else []
-    own = [] if label == "default" else overrides_of(label)
+    default, _, changes = label.partition(":")
+    own = list(filter(None, changes.split(","))) if default == "default" else overrides_of(label)
     kvexport.build(
         options.model,
         folder,
         [*common, *own],
         budget=int(slots) if slots else None,
         max_length=options.length + 256,
-        calibrate=label == "default",
+        calibrate=None if default == "default" else False,
     )
     return kvexport.load(folder, verify=False)
 

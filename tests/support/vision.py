@@ -42,6 +42,9 @@ SMALL = {"size": {"height": SIDE, "width": SIDE}, "max_patches": 4}
 SPLIT = {"size": {"longest_edge": 4 * SIDE}, "max_image_size": {"longest_edge": SIDE}}
 PINPOINTS = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE], [3 * SIDE, SIDE], [SIDE, 3 * SIDE]]
 PLACES = [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)]
+PADS = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
+PATCHES = {"patch_size": 7, "size": {"shortest_edge": 4 * 14 * 14, "longest_edge": 30 * 14 * 14}}
+PATCH = {"depth": 3, "num_heads": 4, "patch_size": 7, "spatial_merge_size": 2, "temporal_patch_size": 2}
 FAKE = ["<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", *PLACES]
 
 # Special tokens (the first is the placeholder, token 256), names of some of them, processor, its settings, and model.
@@ -144,6 +147,21 @@ KINDS: dict[str, tuple[list[str], dict[str, str], Any, dict[str, Any], Any]] = {
             scale_factor=2,
         ),
     ),
+    "qwen2_vl": (
+        PADS,
+        {"image_token": "<|image_pad|>"},
+        hf.Qwen2VLImageProcessorPil(**PATCHES),
+        {},
+        lambda: hf.Qwen2VLConfig(
+            text_config={
+                **TEXT,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+            },
+            vision_config={**PATCH, "embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2},
+            image_token_id=256,
+            video_token_id=259,
+        ),
+    ),
 }
 TEMPLATE = (
     "{% for message in messages %}"
@@ -211,6 +229,11 @@ class Transformers:
             return ids, None
         if "image_sizes" in prepared[0]:
             return ids, dict(prepare(processor, list(images)))
+        if "image_grid_thw" in prepared[0]:
+            return ids, {
+                **prepare(processor, list(images)),
+                "mm_token_type_ids": (ids == processor.image_token_id)[None],
+            }
         axis = 1 if prepared[0]["pixel_values"].ndim == 5 else 0
         return ids, {"pixel_values": np.concatenate([one["pixel_values"] for one in prepared], axis)}
 
@@ -218,5 +241,7 @@ class Transformers:
         """Return the logits [n, vocabulary] of a whole sequence."""
         with torch.no_grad():
             given = {name: torch.from_numpy(np.asarray(array)) for name, array in (pixels or {}).items()}
+            if (kinds := given.get("mm_token_type_ids")) is not None:  # a generated token is text
+                given["mm_token_type_ids"] = torch.nn.functional.pad(kinds.int(), (0, len(ids) - kinds.shape[1]))
             logits = self.model(input_ids=torch.from_numpy(ids)[None], **given).logits[0]
         return logits.float().numpy()

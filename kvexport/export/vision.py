@@ -49,7 +49,7 @@ from kvexport.tensor_files.shards import refuse_link
 
 # Model types for which tests compare logits with images to those of transformers (tests/export/test_vision.py)
 COMPARED = {"aya_vision", "idefics3", "internvl", "llava", "llava_next", "qianfan_ocr", "smolvlm", "vipllava"}
-COMPARED |= {"qwen2_vl"}
+COMPARED |= {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}
 _AREAS = ("shortest_edge", "longest_edge", "min_pixels", "max_pixels")  # numbers of pixels if images become patches
 _MOST_NUMBER = 1 << 14  # the largest number in a processor's settings: sides of images, tiles, tokens of a tile
 _MOST_SIDE = 16  # the most tiles in a row or a column of an image
@@ -381,7 +381,7 @@ def _sample(spec: ImageSpec) -> tuple[dict[str, Tensor], list[dict[int, Any]]]:
     shape = [side * count * (spec.window or 1) for count in (3, 2)]
     given = encoder_inputs(np.zeros((1, 3, *shape), np.float32), spec)
     groups = Dim("groups")
-    sizes = {"window_index": groups, "cu_window_seqlens": Dim("windows")}
+    sizes = {"window_index": groups, "cu_window_seqlens": Dim("windows", min=3)}  # the graph takes 2 too
     tensors = {name: torch.from_numpy(array) for name, array in given.items()}
     return tensors, [{0: sizes.get(name, spec.group**2 * groups)} for name in tensors]
 

@@ -49,7 +49,7 @@ from kvexport.tensor_files.shards import refuse_link
 
 # Model types for which tests compare logits with images to those of transformers (tests/export/test_vision.py)
 COMPARED = {"aya_vision", "idefics3", "internvl", "llava", "llava_next", "qianfan_ocr", "smolvlm", "vipllava"}
-COMPARED |= {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}
+COMPARED |= {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe"}
 _AREAS = ("shortest_edge", "longest_edge", "min_pixels", "max_pixels")  # numbers of pixels if images become patches
 _MOST_NUMBER = 1 << 14  # the largest number in a processor's settings: sides of images, tiles, tokens of a tile
 _MOST_SIDE = 16  # the most tiles in a row or a column of an image
@@ -94,7 +94,7 @@ def read_vision(shape: ModelShape, recipe: Recipe) -> Vision | str:
 def _check_model(shape: ModelShape, recipe: Recipe) -> None:
     """Raise _Refused if the model does more with images than kvexport knows."""
     model, config, backend = shape.model, shape.model.config, backends.get(recipe.backend.name)
-    # A method or a cache that rotates keys knows each key's index, by which an image's keys were not rotated.
+    rotates = f"cache.positions: {recipe.cache.positions} or cache.method: {recipe.cache.method}"
     turns = hasattr(model.base_model, "get_rope_index") and any(x.rotary != Rotary() for x in shape.plan.caches)
     arguments = inspect.signature(model.forward).parameters
     encoder = inspect.signature(getattr(model.base_model, "get_image_features", lambda: None)).parameters
@@ -103,7 +103,7 @@ def _check_model(shape: ModelShape, recipe: Recipe) -> None:
         "the recipe says export.images: false": not recipe.export.images,
         f"{backend.name} runs no image encoder": not backend.runs_images,
         "cache.periodic decodes without the rows of images": recipe.cache.periodic.slots is not None,
-        "its images have positions of rows and columns (M-RoPE), by which the recipe's cache cannot rotate keys": turns,
+        f"its images have positions of rows and columns (M-RoPE), and {rotates} rotates keys by their index": turns,
         "tokens of an image attend to those after them": "token_type_ids" in arguments,
         "it has no encoder that transformers calls get_image_features": "pixel_values" not in encoder,
         f"its encoder takes {', '.join(needed[1:])} beside pixels": len(needed) > 1
@@ -188,6 +188,7 @@ def image_spec(processor: Any, config: Any) -> ImageSpec:
         side, grids = setting("patch_size"), {}
         tile = {"height": side, "width": side}
         cut = {"cut": "patches", "pixels": (shortest, longest), "frames": setting("temporal_patch_size")}
+        cut |= {"grown": "num_frames" in inspect.signature(_resize_of(images)).parameters}
         cut |= {"group": group, "window": getattr(encoder, "window_size", 0) // (side * group)}
         cut |= {"table": math.isqrt(getattr(encoder, "num_position_embeddings", 0))}
         hidden *= 1 + len(getattr(encoder, "deepstack_visual_indexes", ()))
@@ -234,6 +235,11 @@ def image_spec(processor: Any, config: Any) -> ImageSpec:
         mean=_color(setting("image_mean")),
         std=_color(setting("image_std")),
     )
+
+
+def _resize_of(images: Any) -> Any:
+    """Return the function that computes the size to which an image processor scales an image that becomes patches."""
+    return getattr(sys.modules[type(images).__module__], "smart_resize", lambda: None)
 
 
 def _image_settings(processor: Any) -> dict[str, Any]:
@@ -349,8 +355,9 @@ class _PatchEncoder(nn.Module):
         given: dict[str, Any] = dict(zip(self.names, inputs, strict=True))
         if self.most:
             given["max_window_seqlen"] = self.most
-        borders = torch.zeros(2, dtype=torch.int32)
-        features = self.model.base_model.visual(pixel_values, None, cu_seqlens=borders, max_seqlen=0, **given)
+        borders = torch.tensor([0, 1 << 30])  # of all patches, however many
+        grid = functional.pad(given["position_ids"].amax(0) + 1, (1, 0), value=1)[None]
+        features = self.model.base_model.visual(pixel_values, grid, cu_seqlens=borders, max_seqlen=0, **given)
         return torch.cat([features.pooler_output, *getattr(features, "deepstack_features", ())], -1).float()
 
 

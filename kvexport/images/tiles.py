@@ -63,11 +63,13 @@ class ImageSpec:
     # anyres: heights and widths of canvases. The last row of every tile is the end of a line, once for each tile row of
     # the image; rows of the black border are left out. The name of a grid is the number of rows that remain.
     pinpoints: tuple[tuple[Pinpoint, Pinpoint], ...] = ()
-    # patches: least and largest number of pixels of the scaled image; frames that a patch repeats; side in patches of a
-    # group, which gets one row; side in groups of a window of the encoder's attention, and side of its table of
-    # position embeddings, 0 for none
+    # patches: least and largest number of pixels of the scaled image; frames that a patch repeats; whether pixels are
+    # counted for each frame, and images of less than a group are scaled to one; side in patches of a group, which
+    # gets one row; side in groups of a window of the encoder's attention, and side of its table of position embeddings,
+    # 0 for none
     pixels: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1, le=MOST_PIXELS)]] = (1, 1)
     frames: Annotated[int, Field(ge=1, le=16)] = 1
+    grown: bool = False
     group: Annotated[int, Field(ge=1, le=16)] = 1
     window: Annotated[int, Field(ge=0, le=1 << 10)] = 0
     table: Annotated[int, Field(ge=0, le=1 << 10)] = 0
@@ -243,7 +245,12 @@ def _patches(image: Image, spec: ImageSpec) -> tuple[list[NDArray[np.uint8]], st
 
 def _within_pixels(height: int, width: int, spec: ImageSpec) -> tuple[int, int]:
     """Return the multiples of a group's side that are nearest to an image's sides, within the bounds of its pixels."""
-    side, (least, most) = spec.height * spec.group, spec.pixels
+    side = spec.height * spec.group
+    least, most = (float(count) for count in spec.pixels)
+    if spec.grown:
+        least, most = least / spec.frames, most / spec.frames
+        scale = max(side / height, side / width, 1)
+        height, width = int(height * scale), int(width * scale)
     if max(height, width) > 200 * min(height, width):
         raise UsageError(
             f"an image of {width} x {height} pixels has sides of which one is over 200 times the other",

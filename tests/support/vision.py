@@ -50,6 +50,7 @@ PATCHES = {"patch_size": 7, "size": {"shortest_edge": 4 * 14 * 14, "longest_edge
 ENCODER = {"depth": 3, "num_heads": 4, "hidden_size": 32, "intermediate_size": 48, "patch_size": 7}
 TABLE = {"out_hidden_size": 32, "num_position_embeddings": 25}
 ROTARY = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
+GLM = {"out_hidden_size": 32, "image_size": 35}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -60,11 +61,11 @@ LINEAR = {
 }
 
 
-def _in_patches(config: Any, encoder: dict[str, Any], **text: Any) -> Any:
+def _in_patches(config: Any, encoder: dict[str, Any], images: Any = hf.Qwen2VLImageProcessorPil, **text: Any) -> Any:
     return (
         PADS,
         {"image_token": PADS[0]},
-        hf.Qwen2VLImageProcessorPil(**PATCHES),
+        images(**PATCHES),
         {},
         lambda: config(
             text_config={**TEXT, "rope_parameters": ROTARY, **text},
@@ -182,6 +183,8 @@ KINDS: dict[str, tuple[list[str], dict[str, str], Any, dict[str, Any], Any]] = {
     "qwen3_vl": _in_patches(hf.Qwen3VLConfig, {**TABLE, "deepstack_visual_indexes": [0, 2]}, num_hidden_layers=3),
     "qwen3_vl_moe": _in_patches(hf.Qwen3VLMoeConfig, {**TABLE, "deepstack_visual_indexes": [1]}, **EXPERTS),
     "qwen3_5": _in_patches(hf.Qwen3_5Config, TABLE, **LINEAR),
+    "glm4v": _in_patches(hf.Glm4vConfig, GLM, hf.Glm4vImageProcessorPil),
+    "glm4v_moe": _in_patches(hf.Glm4vMoeConfig, GLM, hf.Glm4vImageProcessorPil, **EXPERTS),
     "qwen3_5_moe": _in_patches(hf.Qwen3_5MoeConfig, TABLE, **LINEAR, **EXPERTS),
 }
 TEMPLATE = (

@@ -183,7 +183,7 @@ def image_spec(processor: Any, config: Any) -> ImageSpec:
     tile = crop if setting("do_center_crop") else size
     cut: dict[str, Any] = {"cut": "whole", "square": bool(setting("do_pad"))}
     grids: dict[str, dict[str, Any]] = {"1": {}}
-    hidden, encoder = config.get_text_config().hidden_size, config.vision_config
+    hidden, encoder = config.get_text_config().hidden_size, getattr(config, "vision_config", None)
     if group := setting("merge_size"):
         side, grids = setting("patch_size"), {}
         tile = {"height": side, "width": side}
@@ -348,7 +348,7 @@ class _PatchEncoder(nn.Module):
         self.most = (spec.window * spec.group) ** 2
         model.base_model.visual.config._attn_implementation = WINDOWS
         for module in model.base_model.visual.modules():
-            if isinstance(module, nn.Conv2d | nn.Conv3d):  # of whole patches: a product takes a tenth of the time
+            if isinstance(module, nn.Conv2d | nn.Conv3d):  # of whole patches, so that it is a product
                 module.forward = partial(_product, module)  # type: ignore[method-assign]
 
     def forward(self, pixel_values: Tensor, *inputs: Tensor) -> Tensor:

@@ -144,5 +144,8 @@ class ImageEncoder(Protocol):
     """A loaded model whose artifact has an image encoder."""
 
     def encode_tile(self, pixels: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the embeddings [rows, hidden] of a tile of an image, whose pixels are [1, 3, height, width]."""
+        """Return the embeddings [rows, hidden] of a tile of an image, whose pixels are [1, 3, height, width].
+
+        An image that is cut into patches is one tile of any size.
+        """
         ...

@@ -115,8 +115,9 @@ def build(
             read = shape.checkpoint.facts()
             vision = read_vision(shape, recipe) if shared is None else ""
         specs = stages.choose_weights(shape, recipe, progress, vision)
-        images = not isinstance(vision, str)
-        traced = stages.trace_and_write(shape, specs, recipe, folder, shared, progress, images)
+        if not isinstance(vision, str) and vision.spec.cut == "patches":
+            shape = shape._replace(plan=shape.plan.with_rotary_offset())
+        traced = stages.trace_and_write(shape, specs, recipe, folder, shared, progress, vision)
         with progress("writing graphs", None):
             graphs = stages.write_graphs(traced, shape, specs, recipe, folder, vision)
             manifest = stages.describe(recipe, name, shape, graphs, specs, traced, vision)

@@ -103,7 +103,7 @@ def trace_and_write(
     folder: Path,
     shared: SharedWeights | None,
     progress: ShowProgress,
-    images: bool = False,
+    vision: Vision | str = "",
 ) -> Traced:
     """Trace the model while a thread writes the weights into `folder` and another process makes the merge graph."""
     method = recipe.cache.build_method()
@@ -127,7 +127,7 @@ def trace_and_write(
             shape.plan,
             last_logits=not recipe.all_logits,
             attributes=attributes,
-            images=images,
+            row_size=vision.spec.hidden if isinstance(vision, Vision) else 0,
         )
         taken = put_adapters(decoder.graph, recipe.adapters.targets) if recipe.adapters.count else {}
         attentions = attentions_of(shape.plan, attributes, shape.geometry, recipe.model.dtype)

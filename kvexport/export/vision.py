@@ -9,10 +9,12 @@ is built to read only text.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -22,18 +24,24 @@ import onnx_ir as ir
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoImageProcessor, PreTrainedTokenizerFast, ProcessorMixin
+from torch.export import Dim
+from torch.nn import functional
+from transformers import AttentionInterface, AutoImageProcessor, PreTrainedTokenizerFast, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from kvexport import backends
 from kvexport.errors import KvexportError
-from kvexport.export.graph.tracer import initializer_names
+from kvexport.export.graph.tracer import initializer_names, onnx_operator
 from kvexport.export.model.config import first_line_of
 from kvexport.export.model.hf_model import build_fake, is_composite
 from kvexport.export.model.tensors import ModelShape
+from kvexport.export.passes.library import MICROSOFT
 from kvexport.export.weights.specs import packings, weight_specs
 from kvexport.export.weights.write import Spec
+from kvexport.images.decode import MOST_PIXELS
+from kvexport.images.patches import encoder_inputs
 from kvexport.images.tiles import ImageSpec, tiles_of
+from kvexport.methods.slots import Rotary
 from kvexport.ops.to_onnx import optimize, to_onnx
 from kvexport.quiet import quiet_exporter
 from kvexport.recipe.fields import Recipe
@@ -41,6 +49,8 @@ from kvexport.tensor_files.shards import refuse_link
 
 # Model types for which tests compare logits with images to those of transformers (tests/export/test_vision.py)
 COMPARED = {"aya_vision", "idefics3", "internvl", "llava", "llava_next", "qianfan_ocr", "smolvlm", "vipllava"}
+COMPARED |= {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe"}
+_AREAS = ("shortest_edge", "longest_edge", "min_pixels", "max_pixels")  # numbers of pixels if images become patches
 _MOST_NUMBER = 1 << 14  # the largest number in a processor's settings: sides of images, tiles, tokens of a tile
 _MOST_SIDE = 16  # the most tiles in a row or a column of an image
 # Heights and widths of sample images, for which kvexport's tiles are compared with those of the checkpoint's processor
@@ -64,7 +74,7 @@ def read_vision(shape: ModelShape, recipe: Recipe) -> Vision | str:
     if not is_composite(shape.model.config):
         return ""
     try:
-        _check_model(shape.model, recipe)
+        _check_model(shape, recipe)
         with quiet_exporter():
             spec, dimensions = _read_spec(shape.checkpoint.path, shape.model.config)
             model, mode = build_fake(shape.model.config, shape.model.dtype, recipe.rotary_length)
@@ -81,9 +91,11 @@ def read_vision(shape: ModelShape, recipe: Recipe) -> Vision | str:
     return Vision(spec, graph, weights)
 
 
-def _check_model(model: Any, recipe: Recipe) -> None:
-    """Raise _Refused if the model does more with images than to replace the embeddings of placeholder tokens."""
-    config, backend = model.config, backends.get(recipe.backend.name)
+def _check_model(shape: ModelShape, recipe: Recipe) -> None:
+    """Raise _Refused if the model does more with images than kvexport knows."""
+    model, config, backend = shape.model, shape.model.config, backends.get(recipe.backend.name)
+    rotates = f"cache.positions: {recipe.cache.positions} or cache.method: {recipe.cache.method}"
+    turns = hasattr(model.base_model, "get_rope_index") and any(x.rotary != Rotary() for x in shape.plan.caches)
     arguments = inspect.signature(model.forward).parameters
     encoder = inspect.signature(getattr(model.base_model, "get_image_features", lambda: None)).parameters
     needed = [name for name, x in encoder.items() if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD]
@@ -91,7 +103,7 @@ def _check_model(model: Any, recipe: Recipe) -> None:
         "the recipe says export.images: false": not recipe.export.images,
         f"{backend.name} runs no image encoder": not backend.runs_images,
         "cache.periodic decodes without the rows of images": recipe.cache.periodic.slots is not None,
-        "its images have positions of rows and columns (M-RoPE)": hasattr(model.base_model, "get_rope_index"),
+        f"its images have positions of rows and columns (M-RoPE), and {rotates} rotates keys by their index": turns,
         "tokens of an image attend to those after them": "token_type_ids" in arguments,
         "it has no encoder that transformers calls get_image_features": "pixel_values" not in encoder,
         f"its encoder takes {', '.join(needed[1:])} beside pixels": len(needed) > 1
@@ -125,7 +137,7 @@ def read_processor(folder: Path, config: Any) -> Any:
         refuse_link(folder / name)
     settings, _ = kind.get_processor_dict(str(folder))
     images = reader.from_pretrained(str(folder), backend="pil", local_files_only=True, trust_remote_code=False)
-    _check_numbers([settings, images.to_dict()])
+    _check_numbers([settings, images.to_dict()], _AREAS if hasattr(images, "merge_size") else ())
     # The class that the checkpoint names might read a pickle.
     parts = {"image_processor": images, "tokenizer": PreTrainedTokenizerFast.from_pretrained(str(folder))}
     names = inspect.signature(kind).parameters
@@ -135,12 +147,12 @@ def read_processor(folder: Path, config: Any) -> Any:
         return kind(**{**given, **parts, **absent})
 
 
-def _check_numbers(settings: Any) -> None:
+def _check_numbers(settings: Any, areas: Collection[str]) -> None:
     """Raise _Refused if an image processor's settings have numbers so large that tiles or texts would be huge."""
-    for value in settings.values() if isinstance(settings, dict) else settings:
+    for name, value in settings.items() if isinstance(settings, dict) else enumerate(settings):
         if isinstance(value, dict | list | tuple):
-            _check_numbers(value)
-        elif isinstance(value, int | float) and not abs(value) <= _MOST_NUMBER:
+            _check_numbers(value, areas)
+        elif isinstance(value, int | float) and not abs(value) <= (MOST_PIXELS if name in areas else _MOST_NUMBER):
             raise _Refused(f"the settings of its processor hold the number {value:.6g}")
 
 
@@ -171,7 +183,16 @@ def image_spec(processor: Any, config: Any) -> ImageSpec:
     tile = crop if setting("do_center_crop") else size
     cut: dict[str, Any] = {"cut": "whole", "square": bool(setting("do_pad"))}
     grids: dict[str, dict[str, Any]] = {"1": {}}
-    if largest:
+    hidden, encoder = config.get_text_config().hidden_size, getattr(config, "vision_config", None)
+    if group := setting("merge_size"):
+        side, grids = setting("patch_size"), {}
+        tile = {"height": side, "width": side}
+        cut = {"cut": "patches", "pixels": (shortest, longest), "frames": setting("temporal_patch_size")}
+        cut |= {"grown": "num_frames" in inspect.signature(_resize_of(images)).parameters}
+        cut |= {"group": group, "window": getattr(encoder, "window_size", 0) // (side * group)}
+        cut |= {"table": math.isqrt(getattr(encoder, "num_position_embeddings", 0))}
+        hidden *= 1 + len(getattr(encoder, "deepstack_visual_indexes", ()))
+    elif largest:
         side = largest["longest_edge"]
         cut = {"cut": "rows", "longest": longest, "split": bool(setting("do_image_splitting"))}
         tile, most = {"height": side, "width": side}, -(-(min(longest, 4096) + 1) // side)
@@ -198,12 +219,13 @@ def image_spec(processor: Any, config: Any) -> ImageSpec:
     texts = {
         name: _runs(processor.replace_image_token({**pixels, **grid}, 0), token_text) for name, grid in grids.items()
     }
+    rows = 1 if group else _rows_of_tiles(texts) if texts else (tile["height"] // processor.patch_size) ** 2 + 1
     return ImageSpec(
         **cut,
         height=tile["height"],
         width=tile["width"],
-        rows=_rows_of_tiles(texts) if texts else (tile["height"] // processor.patch_size) ** 2 + 1,
-        hidden=config.get_text_config().hidden_size,
+        rows=rows,
+        hidden=hidden,
         marker=getattr(processor, "image_placeholder_token", processor.image_token),
         token=token,
         token_text=token_text,
@@ -213,6 +235,11 @@ def image_spec(processor: Any, config: Any) -> ImageSpec:
         mean=_color(setting("image_mean")),
         std=_color(setting("image_std")),
     )
+
+
+def _resize_of(images: Any) -> Any:
+    """Return the function that computes the size to which an image processor scales an image that becomes patches."""
+    return getattr(sys.modules[type(images).__module__], "smart_resize", lambda: None)
 
 
 def _image_settings(processor: Any) -> dict[str, Any]:
@@ -251,7 +278,8 @@ def _compare(processor: Any, spec: ImageSpec) -> int:
         tiles, grid = tiles_of(image, spec)
         prepared = prepare(processor, image)
         pixels, dimensions = prepared["pixel_values"], prepared["pixel_values"].ndim
-        theirs = pixels.reshape(-1, *pixels.shape[-3:])
+        theirs = pixels if spec.cut == "patches" else pixels.reshape(-1, *pixels.shape[-3:])
+        tiles = encoder_inputs(tiles, spec)["pixel_values"]
         text = _runs(processor.replace_image_token(prepared, 0), spec.token_text)
         if theirs.shape != tiles.shape or np.abs(theirs - tiles).max() > 1e-5 or text != spec.parts(grid):
             name = type(processor.image_processor).__name__
@@ -279,6 +307,64 @@ def _keep_read(model: Any, graph: ir.Model) -> None:
                 module._parameters[name] = None
 
 
+# The name says "flash" so that transformers passes all patches, with the borders of windows, in one call.
+WINDOWS = "kvexport_flash_windows"
+torch.library.define(
+    "kvexport::whole_attention", "(Tensor query, Tensor key, Tensor value, *, int num_heads, float scale) -> Tensor"
+)
+torch.library.register_fake("kvexport::whole_attention", lambda query, key, value, **_: torch.empty_like(query))
+_WHOLE: Any = torch.ops.kvexport.whole_attention.default
+
+
+def _attend_in_windows(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
+) -> tuple[Tensor, None]:
+    """Return the attention of patches to those of their window, [1, patches, heads, size]; without windows, to all.
+
+    Queries, keys and values are [1, heads, patches, size].
+    """
+    patches = [x[0].transpose(0, 1) for x in (query, key, value)]
+    if not (most := options["max_length_q"]):
+        whole = _WHOLE(*(x[None].flatten(2) for x in patches), num_heads=query.shape[1], scale=options["scaling"])
+        return whole.unflatten(2, query.shape[1::2]), None
+    borders, number = options["cu_seq_lens_q"], torch.arange(query.shape[2])
+    places = borders[:-1, None] + torch.arange(most)
+    real = places < borders[1:, None]
+    q, k, v = (x[torch.where(real, places, 0)].transpose(1, 2) for x in patches)  # [windows, heads, most, size]
+    scores = (q @ k.transpose(2, 3) * options["scaling"]).float().masked_fill(~real[:, None, None], -math.inf)
+    window = (number[:, None] >= borders[1:]).sum(1)
+    return (scores.softmax(-1).to(v.dtype) @ v)[window, :, number - borders[window]][None], None
+
+
+AttentionInterface.register(WINDOWS, _attend_in_windows)
+
+
+class _PatchEncoder(nn.Module):
+    """The module that is traced as vision.onnx for images of any size, with the inputs of `encoder_inputs`."""
+
+    def __init__(self, model: Any, spec: ImageSpec, names: Sequence[str]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+        self.most = (spec.window * spec.group) ** 2
+        model.base_model.visual.config._attn_implementation = WINDOWS
+        for module in model.base_model.visual.modules():
+            if isinstance(module, nn.Conv2d | nn.Conv3d):  # of whole patches, so that it is a product
+                module.forward = partial(_product, module)  # type: ignore[method-assign]
+
+    def forward(self, pixel_values: Tensor, *inputs: Tensor) -> Tensor:
+        given: dict[str, Any] = dict(zip(self.names, inputs, strict=True))
+        if self.most:
+            given["max_window_seqlen"] = self.most
+        borders = torch.tensor([0, 1 << 30])  # of all patches, however many
+        grid = functional.pad(given["position_ids"].amax(0) + 1, (1, 0), value=1)[None]
+        features = self.model.base_model.visual(pixel_values, grid, cu_seqlens=borders, max_seqlen=0, **given)
+        return torch.cat([features.pooler_output, *getattr(features, "deepstack_features", ())], -1).float()
+
+
+def _product(convolution: nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
+    return functional.linear(x.flatten(1), convolution.weight.flatten(1), convolution.bias)
+
+
 class _Encoder(nn.Module):
     """The module that is traced as vision.onnx: pixels [1, 3, H, W] of a tile to embeddings [rows, hidden]."""
 
@@ -296,15 +382,36 @@ class _Encoder(nn.Module):
         return rows.reshape(self.shape).float()
 
 
+def _sample(spec: ImageSpec) -> tuple[dict[str, Tensor], list[dict[int, Any]]]:
+    """Return inputs of an image encoder that takes patches, and their dimensions that differ between images."""
+    side = spec.height * spec.group
+    shape = [side * count * (spec.window or 1) for count in (3, 2)]
+    given = encoder_inputs(np.zeros((1, 3, *shape), np.float32), spec)
+    groups = Dim("groups")
+    sizes = {"window_index": groups, "cu_window_seqlens": Dim("windows", min=3)}  # the graph takes 2 too
+    tensors = {name: torch.from_numpy(array) for name, array in given.items()}
+    return tensors, [{0: sizes.get(name, spec.group**2 * groups)} for name in tensors]
+
+
 def _trace(model: Any, mode: Any, spec: ImageSpec, *, five: bool) -> ir.Model:
     """Return the image encoder's graph for one tile; its weights have no data."""
     # Without canvases an image is its first tile, to which the model appends the end of a line.
     none = mock.patch.multiple(model.config, image_grid_pinpoints=[[0, 0]]) if spec.cut == "anyres" else nullcontext()
     try:
         with mode, none:
-            tile = torch.zeros(1, 3, spec.height, spec.width)
-            encoder = _Encoder(model, spec, five).eval()
-            graph = to_onnx(encoder, (tile,), (None,), {}, input_names=["pixel_values"], output_names=["image_rows"])
+            shapes: list[Any]
+            inputs, shapes = {"pixel_values": torch.zeros(1, 3, spec.height, spec.width)}, [None]
+            encoder: nn.Module = _Encoder(model, spec, five)
+            if spec.cut == "patches":
+                inputs, shapes = _sample(spec)
+                encoder = _PatchEncoder(model, spec, list(inputs)[1:])
+            sizes = {"num_heads": "int", "scale": "float"}
+            whole = onnx_operator("MultiHeadAttention", ["query", "key", "value"], ["output"], sizes, (), MICROSOFT)
+            names = {"input_names": [*inputs], "output_names": ["image_rows"]}
+            first, *rest = shapes
+            graph = to_onnx(
+                encoder.eval(), [*inputs.values()], [first, tuple(rest)] if rest else [first], {_WHOLE: whole}, **names
+            )
     except Exception as error:
         raise _Refused(f"its image encoder cannot be traced: {first_line_of(error)}") from error
     for name in initializer_names(model).values():

@@ -11,31 +11,36 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
 from kvexport.images.decode import ImageInput, read_image
+from kvexport.images.patches import row_offsets
 from kvexport.images.tiles import ImageSpec, order_of, tiles_of
 
 Rows = NDArray[np.float32]
 KEPT_ROWS = 128 << 20  # bytes of the rows of earlier images that an engine keeps
-# The decoder's inputs for images: rows [n, hidden] float32, of which row 0 stands in no place, and the row in the place
-# of each token [B, T] int64, 0 for none.
-IMAGE_INPUTS = ("image_rows", "image_places")
 
 
 class CallImages(NamedTuple):
     """The image vectors that one call of the decoder reads, by the names of the decoder's inputs."""
 
-    image_rows: NDArray[np.float32]
-    image_places: NDArray[np.int64]
+    image_rows: NDArray[np.float32]  # [n, hidden]; row 0 is zeros, and stands in no place
+    image_places: NDArray[np.int64]  # [B, T], the row in the place of each token, 0 for none
+    # [B, 4, T], how far each token's rotary positions on three axes are from its index, and those of later tokens from
+    # theirs, beside what earlier calls added; None if images have no rotary positions of their own
+    image_offsets: NDArray[np.int64] | None = None
 
     @classmethod
     def none(cls, spec: ImageSpec, batch: int, tokens: int) -> CallImages:
-        return cls(np.zeros((1, spec.hidden), np.float32), np.zeros((batch, tokens), np.int64))
+        offsets = np.zeros((batch, 4, tokens), np.int64) if spec.cut == "patches" else None
+        return cls(np.zeros((1, spec.hidden), np.float32), np.zeros((batch, tokens), np.int64), offsets)
+
+    def inputs(self) -> dict[str, NDArray[Any]]:
+        return {name: array for name, array in self._asdict().items() if array is not None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +51,13 @@ class PromptImages:
         rows: The vectors [n, hidden], in the order of the placeholder tokens.
         keys: A negative number for each vector [n], by which equal images are recognized.
         digests: The SHA-256 of each image's tiles, in hexadecimal digits.
+        offsets: The result of `row_offsets` for all vectors, [n, 4].
     """
 
     rows: NDArray[np.float32]
     keys: NDArray[np.int64]
     digests: tuple[str, ...]
+    offsets: NDArray[np.int64] | None = None
 
 
 class RowCache:
@@ -88,14 +95,17 @@ def encode_images(
     encoded, with the number of vectors up to its end, and raises an error if they are too many.
     """
     rows, keys = [np.zeros((0, spec.hidden), np.float32)], [np.zeros(0, np.int64)]
+    moved = [] if spec.cut != "patches" else [np.zeros((0, 4), np.int64)]
     digests, texts, count = list[str](), list[str](), 0
     for image in images:
         pixels = read_image(image)
         tiles, grid = tiles_of(pixels, spec)
-        order = order_of(pixels, spec, len(tiles))
+        order = order_of(pixels, spec, int(grid) if spec.cut == "patches" else len(tiles))
+        offsets = row_offsets(tiles, spec)
         if spec.parts(grid) is None:
             raise UsageError(f"an image is cut into {grid} tiles, for which the model has no text", "a smaller image")
-        digest = hashlib.sha256(tiles.tobytes() + order.tobytes()).digest()
+        shape = b"" if offsets is None else offsets.tobytes()
+        digest = hashlib.sha256(tiles.tobytes() + order.tobytes() + shape).digest()
         digests.append(digest.hex())
         texts.append(spec.text(grid))
         count += len(order)
@@ -105,9 +115,11 @@ def encode_images(
             continue
         rows.append(cache.rows(digest, tiles, order, encode))
         keys.append(np.resize(np.frombuffer(digest, np.int64) | np.iinfo(np.int64).min, len(order)))
+        if offsets is not None:
+            moved.append(offsets)
     # One image's vectors are those of the cache: requests that wait with the same image have no copies of them.
     whole = rows[1] if len(rows) == 2 else np.concatenate(rows)
-    return PromptImages(whole, np.concatenate(keys), tuple(digests)), texts
+    return PromptImages(whole, np.concatenate(keys), tuple(digests), np.concatenate(moved) if moved else None), texts
 
 
 def with_images(prompt: str, texts: Sequence[str], spec: ImageSpec) -> str:
@@ -148,11 +160,19 @@ def call_images(chunks: Sequence[tuple[NDArray[np.int64], PromptImages | None]])
         return None
     rows: list[NDArray[np.float32]] = []
     placed = np.zeros((len(chunks), max(len(places) for places, _ in chunks)), np.int64)
-    count = 1
+    offsets = np.zeros((len(chunks), 4, placed.shape[1]), np.int64)
+    moves, count = False, 1
     for lane, (places, images) in enumerate(chunks):
         used = places > 0
         if images is not None and used.any():
             rows.append(images.rows[places[used] - 1])
             placed[lane, : len(places)][used] = np.arange(count, count + len(rows[-1]))
             count += len(rows[-1])
-    return CallImages(np.concatenate([np.zeros_like(rows[0][:1]), *rows]), placed)
+            if images.offsets is not None:
+                moves, own = True, offsets[lane, :, : len(places)]
+                own[:, used] = images.offsets[places[used] - 1].T
+                later = np.cumsum(own[3])
+                own[:3] += later - own[3]
+                own[3] = later
+    whole = np.concatenate([np.zeros_like(rows[0][:1]), *rows])
+    return CallImages(whole, placed, offsets if moves else None)

@@ -1,11 +1,12 @@
 """The tiles that an image encoder takes, cut from an image as the processors of transformers cut them.
 
-A checkpoint's image encoder takes tiles that are cut in one of four ways:
+A checkpoint's image encoder takes tiles that are cut in one of five ways:
 
     whole    scale to a size or by the shorter side, crop the middle: one tile
     canvas   scale to the grid of tiles whose aspect ratio is nearest, then the whole image as one more tile
     rows     scale by the longer side to multiples of a tile, then the whole image as one more tile
     anyres   the whole image as one tile, then fit it on a black canvas of one of several sizes
+    patches  scale to multiples of a group of patches: one tile of all patches (`kvexport/images/patches.py`)
 
 A build compares these tiles with those of the checkpoint's own processor, and refuses a checkpoint if they differ.
 """
@@ -38,10 +39,10 @@ _LONGEST = 4096  # the longer side of an image before it is scaled to multiples 
 class ImageSpec:
     """How an artifact reads images: how they are cut, and the tokens that stand for their tiles in a prompt."""
 
-    cut: Literal["whole", "canvas", "rows", "anyres"]
-    height: Side  # pixels of a tile
+    cut: Literal["whole", "canvas", "rows", "anyres", "patches"]
+    height: Side  # pixels of a tile; of a patch if images are cut into patches
     width: Side
-    rows: Rows  # rows that the encoder returns for a tile, each in the place of one token
+    rows: Rows  # rows that the encoder returns for a tile, each in the place of one token; 1 for a group of patches
     hidden: Rows  # numbers of a row
     marker: Annotated[str, Field(min_length=1)]  # text that stands for an image in a prompt
     token: Annotated[int, Field(ge=0)]  # token in whose places rows are put
@@ -62,6 +63,16 @@ class ImageSpec:
     # anyres: heights and widths of canvases. The last row of every tile is the end of a line, once for each tile row of
     # the image; rows of the black border are left out. The name of a grid is the number of rows that remain.
     pinpoints: tuple[tuple[Pinpoint, Pinpoint], ...] = ()
+    # patches: least and largest number of pixels of the scaled image; frames that a patch repeats; whether pixels are
+    # counted for each frame, and images of less than a group are scaled to one; side in patches of a group, which
+    # gets one row; side in groups of a window of the encoder's attention, and side of its table of position embeddings,
+    # 0 for none
+    pixels: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1, le=MOST_PIXELS)]] = (1, 1)
+    frames: Annotated[int, Field(ge=1, le=16)] = 1
+    grown: bool = False
+    group: Annotated[int, Field(ge=1, le=16)] = 1
+    window: Annotated[int, Field(ge=0, le=1 << 10)] = 0
+    table: Annotated[int, Field(ge=0, le=1 << 10)] = 0
 
     def __post_init__(self) -> None:
         grids = all(height % self.height == width % self.width == 0 for height, width in self.pinpoints)
@@ -69,15 +80,18 @@ class ImageSpec:
             raise ValueError("has canvases that are no grids of tiles")
 
     def parts(self, grid: str) -> tuple[str | int, ...] | None:
-        return (int(grid),) if self.cut == "anyres" else self.texts.get(grid)
+        return (int(grid),) if self.cut in ("anyres", "patches") else self.texts.get(grid)
 
     def text(self, grid: str) -> str:
         return "".join(part if isinstance(part, str) else self.token_text * part for part in self.parts(grid) or ())
 
 
 def tiles_of(image: Image, spec: ImageSpec) -> tuple[NDArray[np.float32], str]:
-    """Return the tiles of an RGB image, [tiles, 3, height, width], and the name of their grid in `spec.texts`."""
-    cut = {"whole": _whole, "canvas": _canvas, "rows": _rows, "anyres": _anyres}[spec.cut]
+    """Return the tiles of an RGB image, [tiles, 3, height, width], and the name of their grid in `spec.texts`.
+
+    Patches are one tile of the scaled image's size. The name of its grid is the number of rows that it gets.
+    """
+    cut = {"whole": _whole, "canvas": _canvas, "rows": _rows, "anyres": _anyres, "patches": _patches}[spec.cut]
     tiles, grid = cut(image, spec)
     pixels = np.stack(tiles).transpose(0, 3, 1, 2)
     scaled = (pixels.astype(np.float64) * spec.scale).astype(np.float32)
@@ -221,6 +235,36 @@ def _anyres(image: Image, spec: ImageSpec) -> tuple[list[NDArray[np.uint8]], str
     canvas.paste(fitted, ((width - fitted.width) // 2, (height - fitted.height) // 2))
     tiles = [np.asarray(_resized(image, spec.height, spec.width, spec)), *_pieces(canvas, spec)]
     return tiles, str(len(order_of(image, spec, len(tiles))))
+
+
+def _patches(image: Image, spec: ImageSpec) -> tuple[list[NDArray[np.uint8]], str]:
+    height, width = _within_pixels(image.height, image.width, spec)
+    side = spec.height * spec.group
+    return [np.asarray(_resized(image, height, width, spec))], str(height // side * (width // side))
+
+
+def _within_pixels(height: int, width: int, spec: ImageSpec) -> tuple[int, int]:
+    """Return the multiples of a group's side that are nearest to an image's sides, within the bounds of its pixels."""
+    side = spec.height * spec.group
+    least, most = (float(count) for count in spec.pixels)
+    if spec.grown:
+        least, most = least / spec.frames, most / spec.frames
+        scale = max(side / height, side / width, 1)
+        height, width = int(height * scale), int(width * scale)
+    if max(height, width) > 200 * min(height, width):
+        raise UsageError(
+            f"an image of {width} x {height} pixels has sides of which one is over 200 times the other",
+            "an image whose sides differ less",
+        )
+    high, wide = round(height / side) * side, round(width / side) * side
+    if high * wide > most:
+        scale = math.sqrt(height * width / most)
+        high = max(side, math.floor(height / scale / side) * side)
+        wide = max(side, math.floor(width / scale / side) * side)
+    elif high * wide < least:
+        scale = math.sqrt(least / (height * width))
+        high, wide = math.ceil(height * scale / side) * side, math.ceil(width * scale / side) * side
+    return high, wide
 
 
 def _canvas_size(image: Image, spec: ImageSpec) -> tuple[int, int]:

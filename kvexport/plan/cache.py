@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.methods.slots import Rotary
-from kvexport.schema.state import PAIRS, STATE, StateTensor
+from kvexport.schema.state import PAIRS, ROTARY_OFFSET, STATE, StateTensor
 
 T = TypeVar("T")
 
@@ -160,6 +160,14 @@ class CachePlan:
         """Whether RoPE rotates keys by their places in the cache, so that all heads hold equally many entries."""
         return self.caches[0].rotary.cache_positions
 
+    @property
+    def rotary_offset(self) -> bool:
+        """Whether images have rotary positions of rows and columns, so that indices do not rotate what follows them."""
+        return any(ROTARY_OFFSET in layer.state for layer in self.states)
+
+    def with_rotary_offset(self) -> CachePlan:
+        return replace(self, states=(*self.states, LayerStates(0, (ROTARY_OFFSET,))))
+
     def heads(self, name: str) -> NDArray[np.int64]:
         return np.array([x for cache in self.caches for x in getattr(cache, name)], np.int64)
 
@@ -186,8 +194,8 @@ class CachePlan:
         return [{k: x for k, x in layer.items() if k != "value_in_key" or x} for layer in layers]
 
     def recurrent_json(self) -> dict[str, Any]:
-        """Return the key `recurrent` of an artifact's manifest; no key if every layer of the model has a KV cache."""
-        if not self.attention_layers:
+        """Return the key `recurrent` of an artifact's manifest; no key if the KV caches of all layers are the state."""
+        if not self.attention_layers and not self.states:
             return {}
         states = [asdict(layer) for layer in self.states]
         return {"recurrent": {"attention_layers": self.attention_layers, "states": states}}

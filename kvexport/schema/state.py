@@ -117,6 +117,10 @@ def scales_of(cache_type: str) -> tuple[StateTensor, ...]:
     return SCALES if cache_type in SMALL else ()
 
 
+# The state of a decoder whose images have rotary positions of rows and columns (M-RoPE), stored with layer 0.
+ROTARY_OFFSET = StateTensor(
+    "rotary_offset", ("B", 1), "int32", "the next token's rotary position less its index; images make it smaller"
+)
 STATE_NAMES = tuple(tensor.name for tensor in STATE)
 # The two state tensors of a method with reference queries (`Fitting`), [B, H, rows, ...]: the queries, the latest last,
 # and the number of tokens that each has seen, 0 for a row without a query.

@@ -114,7 +114,7 @@ class Comparison:
         phase = "decode" if feed["query_length"].max() == 1 else "prefill"
         feed = {**feed, **self.adapters.unused(len(feed["query_length"]))}
         if self.images is not None:
-            feed |= CallImages.none(self.images, *feed["input_ids"].shape)._asdict()
+            feed |= CallImages.none(self.images, *feed["input_ids"].shape).inputs()
         largest: dict[str, float] = {}
         length: Any = None
         if self.cut is not None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.layers import layer_list
-from kvexport.export.graph.tracer import layer_attributes, used_slots
+from kvexport.export.graph.tracer import OFFSET, layer_attributes, used_slots
 from kvexport.export.hooks.attention import IMPLEMENTATION, TokenLogits, attending, output_projection
 from kvexport.export.hooks.recurrence import RecurrentCache, recurring
 from kvexport.export.model.hf_model import fix_rotary_frequencies
@@ -135,7 +135,10 @@ class TorchReference:
         recurrent = {
             place: torch.from_numpy(np.array(feed[tensor.past(name)])) for place, (name, tensor) in names.items()
         }
+        past_offset = recurrent.pop(OFFSET, None)
         states = RecurrentCache(self.model.config.model_type, recurrent, query_length, traced=False)
+        if past_offset is not None:  # texts do not change it
+            rotated_by, states.present[OFFSET] = position + past_offset, past_offset
         self._token_logits.query_length = query_length if self._last_logits else None
         with attending(eager), recurring(self.model, states), self._watched(hidden):
             logits = self.model(input_ids=ids, position_ids=rotated_by, **states.as_arguments(self.model)).logits

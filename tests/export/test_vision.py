@@ -89,9 +89,11 @@ def _gemma3(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("save", "export", "reason"),
+    ("save", "settings", "reason"),
     [
-        (_of("llava"), {"images": False}, "the recipe says export.images: false"),
+        (_of("llava"), {"export": {"images": False}}, "the recipe says export.images: false"),
+        (_of("qwen2_vl"), {"cache": {"method": "asymkv"}}, "cache.method: asymkv rotates keys by their index"),
+        (_of("qwen2_vl"), {"cache": {"positions": "cache"}}, "cache.positions: cache or cache.method"),
         (_gemma3, {}, "tokens of an image attend to those after them"),
         (_with("llava", "preprocessor_config.json", image_processor_type="None"), {}, "read its image processor"),
         (_with("llava", "preprocessor_config.json", do_normalize=False), {}, "a way that kvexport does not know"),
@@ -99,13 +101,14 @@ def _gemma3(folder: Path) -> Path:
         (_with("internvl", "processor_config.json", image_seq_length=10**9), {}, "hold the number 1e+09"),
         (_with("internvl", "preprocessor_config.json", size={"height": "x", "width": []}), {}, "cannot read its image"),
     ],
-    ids=["recipe", "gemma3", "processor", "pixels", "tokens", "number", "type"],
+    ids=["recipe", "method", "positions", "gemma3", "processor", "pixels", "tokens", "number", "type"],
 )
 def test_a_model_whose_images_are_not_built_says_why(
-    save: Callable[[Path], Path], export: dict[str, Any], reason: str, tmp_path: Path
+    save: Callable[[Path], Path], settings: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     checkpoint = save(tmp_path / "checkpoint")
-    artifact = build(models.make_recipe(checkpoint, export=export, limits={"max_length": 64}), tmp_path / "artifact")
+    recipe = models.make_recipe(checkpoint, **settings, limits={"max_length": 64})
+    artifact = build(recipe, tmp_path / "artifact")
     engine = load(artifact)
     assert reason in engine.manifest.no_images and not (artifact / "vision.onnx").exists()
     with pytest.raises(UsageError, match=r"reads no images"):

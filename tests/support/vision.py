@@ -44,6 +44,38 @@ PINPOINTS = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE], [3 * SIDE
 PLACES = [f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)]
 FAKE = ["<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", *PLACES]
 
+# Encoders of images of any size, whose rows have rotary positions of rows and columns.
+PADS = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
+PATCHES = {"patch_size": 7, "size": {"shortest_edge": 4 * 14 * 14, "longest_edge": 30 * 14 * 14}}
+ENCODER = {"depth": 3, "num_heads": 4, "hidden_size": 32, "intermediate_size": 48, "patch_size": 7}
+TABLE = {"out_hidden_size": 32, "num_position_embeddings": 25}
+ROTARY = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
+GLM = {"out_hidden_size": 32, "image_size": 35}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+
+
+def _in_patches(config: Any, encoder: dict[str, Any], images: Any = hf.Qwen2VLImageProcessorPil, **text: Any) -> Any:
+    return (
+        PADS,
+        {"image_token": PADS[0]},
+        images(**PATCHES),
+        {},
+        lambda: config(
+            text_config={**TEXT, "rope_parameters": ROTARY, **text},
+            vision_config={**ENCODER, **encoder},
+            image_token_id=256,
+            video_token_id=259,
+        ),
+    )
+
+
 # Special tokens (the first is the placeholder, token 256), names of some of them, processor, its settings, and model.
 KINDS: dict[str, tuple[list[str], dict[str, str], Any, dict[str, Any], Any]] = {
     "llava": (
@@ -144,6 +176,16 @@ KINDS: dict[str, tuple[list[str], dict[str, str], Any, dict[str, Any], Any]] = {
             scale_factor=2,
         ),
     ),
+    "qwen2_vl": _in_patches(hf.Qwen2VLConfig, {"embed_dim": 32, "mlp_ratio": 2}),
+    "qwen2_5_vl": _in_patches(
+        hf.Qwen2_5_VLConfig, {"out_hidden_size": 32, "window_size": 28, "fullatt_block_indexes": [1]}
+    ),
+    "qwen3_vl": _in_patches(hf.Qwen3VLConfig, {**TABLE, "deepstack_visual_indexes": [0, 2]}, num_hidden_layers=3),
+    "qwen3_vl_moe": _in_patches(hf.Qwen3VLMoeConfig, {**TABLE, "deepstack_visual_indexes": [1]}, **EXPERTS),
+    "qwen3_5": _in_patches(hf.Qwen3_5Config, TABLE, **LINEAR),
+    "glm4v": _in_patches(hf.Glm4vConfig, GLM, hf.Glm4vImageProcessorPil),
+    "glm4v_moe": _in_patches(hf.Glm4vMoeConfig, GLM, hf.Glm4vImageProcessorPil, **EXPERTS),
+    "qwen3_5_moe": _in_patches(hf.Qwen3_5MoeConfig, TABLE, **LINEAR, **EXPERTS),
 }
 TEMPLATE = (
     "{% for message in messages %}"
@@ -211,6 +253,11 @@ class Transformers:
             return ids, None
         if "image_sizes" in prepared[0]:
             return ids, dict(prepare(processor, list(images)))
+        if "image_grid_thw" in prepared[0]:
+            return ids, {
+                **prepare(processor, list(images)),
+                "mm_token_type_ids": (ids == processor.image_token_id)[None],
+            }
         axis = 1 if prepared[0]["pixel_values"].ndim == 5 else 0
         return ids, {"pixel_values": np.concatenate([one["pixel_values"] for one in prepared], axis)}
 
@@ -218,5 +265,7 @@ class Transformers:
         """Return the logits [n, vocabulary] of a whole sequence."""
         with torch.no_grad():
             given = {name: torch.from_numpy(np.asarray(array)) for name, array in (pixels or {}).items()}
+            if (kinds := given.get("mm_token_type_ids")) is not None:  # a generated token is text
+                given["mm_token_type_ids"] = torch.nn.functional.pad(kinds.int(), (0, len(ids) - kinds.shape[1]))
             logits = self.model(input_ids=torch.from_numpy(ids)[None], **given).logits[0]
         return logits.float().numpy()

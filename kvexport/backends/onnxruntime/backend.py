@@ -114,7 +114,7 @@ class OnnxRuntime(Backend):
         )
         inputs = {**dict.fromkeys(DECODER_INPUTS), **adapters.shapes}
         if manifest.images is not None:
-            inputs |= {name: x.shape for name, x in CallImages.none(manifest.images, 1, 1)._asdict().items()}
+            inputs |= {name: x.shape for name, x in CallImages.none(manifest.images, 1, 1).inputs().items()}
         require_interface(model.decoder, path / graphs.decoder, manifest.cache, inputs)
         if graphs.merge:
             require_interface(model.merge, path / graphs.merge, manifest.cache, {})

@@ -325,8 +325,9 @@ class OnnxRuntimeState(ModelState):
         placed: tuple[Array, ...] = ()
         if self._model.images is not None:
             images = images or CallImages.none(self._model.images, count, tokens)
-            placed = (self._model.on_device(images.image_rows), self._model.on_device(images.image_places))
-            for name, array in zip(images._fields, placed, strict=True):
+            arrays = {name: self._model.on_device(array) for name, array in images.inputs().items()}
+            placed = tuple(arrays.values())
+            for name, array in arrays.items():
                 bind(binding, name, None, array)
         if self._selected:
             rows = self._model.adapters.rows if adapted else 1

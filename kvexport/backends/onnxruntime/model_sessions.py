@@ -19,6 +19,7 @@ from kvexport.backends.onnxruntime.device_array import Array, DeviceArray, write
 from kvexport.backends.onnxruntime.session import open_session
 from kvexport.backends.onnxruntime.streams import new_stream
 from kvexport.errors import EnvironmentProblem
+from kvexport.images.patches import encoder_inputs
 from kvexport.images.tiles import ImageSpec
 
 log = logging.getLogger("kvexport.backends")
@@ -124,7 +125,8 @@ class Sessions:
     def encode_tile(self, pixels: NDArray[np.float32]) -> NDArray[np.float32]:
         with self._opening:
             encoder = self.session(VISION)
-        rows: NDArray[np.float32] = encoder.run(["image_rows"], {"pixel_values": pixels})[0]
+        assert self.images is not None
+        rows: NDArray[np.float32] = encoder.run(["image_rows"], encoder_inputs(pixels, self.images))[0]
         return rows
 
     @property

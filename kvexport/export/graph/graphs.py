@@ -237,7 +237,8 @@ def _finish(proto: onnx.ModelProto, functions: list[onnx.FunctionProto]) -> onnx
     proto.ir_version = IR_VERSION
     proto.producer_name, proto.producer_version, proto.doc_string = "kvexport", "", ""
     del proto.opset_import[:]
-    domains = dict.fromkeys(function.domain for function in functions if function.domain != DOMAIN)
+    used = (*functions, *proto.graph.node)
+    domains = dict.fromkeys(one.domain for one in used if one.domain not in ("", DOMAIN))
     others = [helper.make_opsetid(domain, VERSION) for domain in domains]
     proto.opset_import.extend([helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION), *others])
     del proto.functions[:]

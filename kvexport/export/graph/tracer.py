@@ -24,7 +24,7 @@ from kvexport.export.hooks.complex_pairs import complex_as_pairs
 from kvexport.export.hooks.experts import ATTRIBUTES as EXPERTS_ATTRIBUTES
 from kvexport.export.hooks.experts import EXPERTS, expert_layouts
 from kvexport.export.hooks.recurrence import LINEAR_ATTENTION, RecurrentCache, recurring
-from kvexport.images.rows import IMAGE_INPUTS
+from kvexport.images.rows import CallImages
 from kvexport.methods.base import Method
 from kvexport.ops import linear_attention
 from kvexport.ops.experts import ExpertsForm
@@ -35,7 +35,7 @@ from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.plan.cache import CachePlan, LayerGeometry
 from kvexport.quiet import quiet_exporter
 from kvexport.schema.operators import VOTE_ATTENTION, Operator
-from kvexport.schema.state import STATE, StateTensor, scales_of
+from kvexport.schema.state import ROTARY_OFFSET, STATE, StateTensor, scales_of
 
 
 def layer_attributes(method: Method, layer: LayerGeometry, value_prefix: int = 0) -> VoteAttentionAttributes:
@@ -59,6 +59,7 @@ def used_slots(votes: Tensor, heads: int) -> Tensor:
     return torch.div((votes > 0).to(torch.int64).sum(-1, keepdim=True), heads, rounding_mode="floor")
 
 
+OFFSET = (0, ROTARY_OFFSET.name)  # the place of the state tensor among recurrent states
 # PyTorch operators that exist only in traces: one stands for a layer's attention. Another marks where the hidden state
 # enters or leaves a layer that will be copied.
 torch.library.define("kvexport::layer_border", "(Tensor hidden, *, int layer, int end) -> Tensor")
@@ -143,7 +144,7 @@ class _Decoder(nn.Module):
     """The PyTorch module that is traced as decoder.onnx.
 
     It maps (input_ids, query_length, past_length, past cache state) to (logits, present_length, present cache state).
-    With `images`, image embeddings and their places in the sequence follow past_length among the inputs.
+    If rows of images have `row_size` numbers, the inputs of `CallImages` follow past_length.
     """
 
     def __init__(
@@ -152,14 +153,14 @@ class _Decoder(nn.Module):
         plan: CachePlan,
         attributes: Sequence[VoteAttentionAttributes],
         last_logits: bool,
-        images: bool = False,
+        row_size: int = 0,
     ) -> None:
         super().__init__()
         self.model, self.plan, self.attributes, self.last_logits = model, plan, attributes, last_logits
         self.operator = VOTE_ATTENTION.with_state(plan.caches[0].extra)
         self.layers: Sequence[int] = ()
         self.token_logits = TokenLogits(model)
-        self.image_rows = ImageRows(model) if images else None
+        self.image_rows = ImageRows(model, row_size) if row_size else None
 
     def forward(
         self, input_ids: Tensor, query_length: Tensor, past_length: Tensor, *past: Tensor
@@ -169,9 +170,18 @@ class _Decoder(nn.Module):
         past_tensors = iter(past)
         if self.image_rows is not None:
             self.image_rows.rows, self.image_rows.places = next(past_tensors), next(past_tensors)
+        offsets = next(past_tensors) if self.plan.rotary_offset else None
         state = {i: {f"past_{x.name}": next(past_tensors) for x in self.plan.caches[i].state} for i in self.layers}
-        recurrent = {(x.layer, tensor.name): next(past_tensors) for x in self.plan.states for tensor in x.state}
+        places = [(x.layer, tensor.name) for x in self.plan.states for tensor in x.state]
+        recurrent = dict(zip(places, past_tensors, strict=True))
+        past_offset = recurrent.pop(OFFSET, None)
         states = RecurrentCache(self.model.config.model_type, recurrent, query_length)
+        if offsets is not None and past_offset is not None:
+            rotated_by = position + past_offset
+            # This too is computed from what was read before it is overwritten (see below).
+            added = offsets[:, 3].gather(1, torch.clamp(query_length - 1, min=0))
+            states.present[OFFSET] = ((rotated_by - position)[:, :1] + added).to(past_offset.dtype)
+            rotated_by = rotated_by + offsets[:, :3].transpose(0, 1)
         fitting = query_length
         if self.plan.cache_positions:
             first = self.plan.caches[0]
@@ -185,7 +195,7 @@ class _Decoder(nn.Module):
         with attending(tracing), recurring(self.model, states), complex_as_pairs():
             logits = self.model(input_ids=input_ids, position_ids=rotated_by, **states.as_arguments(self.model)).logits
         present = [x for i in self.layers for x in tracing.present[i]]
-        present += [states.present[place] for place in recurrent]
+        present += [states.present[place] for place in places]
         # This is computed from `position`, because both lengths may be bound to one buffer, which must be read before
         # it is overwritten.
         return (logits.float(), position[:, :1] + query_length, *present)
@@ -202,7 +212,7 @@ def trace_decoder(
     *,
     last_logits: bool,
     attributes: Sequence[VoteAttentionAttributes] = (),
-    images: bool = False,
+    row_size: int = 0,
 ) -> ir.Model:
     """Trace decoder.onnx as an optimized ONNX IR model with one VoteAttention node for each layer that has a KV cache.
 
@@ -210,8 +220,9 @@ def trace_decoder(
     `initializer_names` returns their names. If several layers compute the same function, only the first two are traced.
     All later layers are copies of the first; the second serves to check that a copy is right.
     """
-    decoder = _Decoder(model, plan, attributes, last_logits, images).eval()
-    layers = find_layers(model, mode) if not plan.attention_layers else None
+    decoder = _Decoder(model, plan, attributes, last_logits, row_size).eval()
+    deep = decoder.image_rows is not None and decoder.image_rows.deep  # the first layers compute another function
+    layers = find_layers(model, mode) if not plan.attention_layers and not deep else None
     if layers and len(layers.traced()) < len(plan.caches):
         with contextlib.suppress(UsageError):  # the trace of the whole model below raises the error again
             traced = _trace_some(decoder, mode, plan, layers)
@@ -249,27 +260,28 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers: Seq
             for x in plan.states
             for name, shape in x.shapes(2).items()
         ]
-        hidden = decoder.model.config.get_text_config().hidden_size
-        images = [] if decoder.image_rows is None else [torch.zeros(4, hidden), torch.zeros(2, 3, dtype=torch.int64)]
+        images = [] if decoder.image_rows is None else [torch.zeros(4, decoder.image_rows.size)]
+        images += [torch.zeros(2, 3, dtype=torch.int64)] * len(images)
+        images += [torch.zeros(2, 4, 3, dtype=torch.int64)] * plan.rotary_offset
     inputs = (ids, query_length, past_length, *images, *state)
-    image_shapes = [{0: Dim("rows")}, {0: batch, 1: tokens}][: len(images)]
+    image_shapes = [{0: Dim("rows")}, {0: batch, 1: tokens}, {0: batch, 2: tokens}][: len(images)]
     shapes = ({0: batch, 1: tokens}, {0: batch}, {0: batch}, (*image_shapes, *({0: batch} for _ in state)))
 
     operator = decoder.operator
     optional = [x.name for x in operator.inputs if x.optional]
     translations = {
-        _attention_placeholder(operator): _operator(
+        _attention_placeholder(operator): onnx_operator(
             operator.name, operator.input_names, operator.output_names, ["layer"], optional
         ),
-        LINEAR_ATTENTION: _operator(
+        LINEAR_ATTENTION: onnx_operator(
             linear_attention.OPERATOR,
             linear_attention.INPUTS,
             linear_attention.OUTPUTS,
             linear_attention.ATTRIBUTES,
             linear_attention.OPTIONAL,
         ),
-        torch.ops.kvexport.layer_border.default: _operator(BORDER, ["hidden"], ["same"], ["layer", "end"]),
-        EXPERTS: _operator(
+        torch.ops.kvexport.layer_border.default: onnx_operator(BORDER, ["hidden"], ["same"], ["layer", "end"]),
+        EXPERTS: onnx_operator(
             "Experts", ExpertsForm(bias=1).inputs, ["output"], EXPERTS_ATTRIBUTES, ["first_bias", "down_bias"]
         ),
     }
@@ -284,7 +296,7 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers: Seq
                 translations,
                 input_names=[
                     *("input_ids", "query_length", "past_length"),
-                    *IMAGE_INPUTS[: len(images)],
+                    *CallImages._fields[: len(images)],
                     *(x.past(i) for i, x in tensors),
                 ],
                 output_names=["logits", "present_length", *(x.present(i) for i, x in tensors)],
@@ -329,12 +341,13 @@ def _optimize(model: ir.Model, parameters: Iterable[str]) -> None:
         CommonSubexpressionEliminationPass()(model)  # else each fused RotaryEmbedding has its own sines and cosines
 
 
-def _operator(
+def onnx_operator(
     name: str,
     inputs: Sequence[str],
     outputs: Sequence[str],
     attributes: Sequence[str] | Mapping[str, str],
     optional: Sequence[str] = (),
+    domain: str = DOMAIN,
 ) -> Any:
     """Return the ONNX operator that a PyTorch placeholder becomes; each input and output may have any type."""
     types = {"int": OpSchema.AttrType.INT, "float": OpSchema.AttrType.FLOAT, "str": OpSchema.AttrType.STRING}
@@ -347,11 +360,11 @@ def _operator(
     ]
     schema = OpSchema(
         name,
-        DOMAIN,
+        domain,
         VERSION,
         inputs=formal[: len(inputs)],
         outputs=formal[len(inputs) :],
         type_constraints=[(f"T_{p}", kinds, "") for p in (*inputs, *outputs)],
         attributes=[OpSchema.Attribute(a, types[kind], "") for a, kind in typed.items()],
     )
-    return values.Op(values.Opset(DOMAIN, VERSION), name, schema)
+    return values.Op(values.Opset(domain, VERSION), name, schema)

@@ -11,6 +11,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -166,15 +167,29 @@ def output_projection(model: Any) -> Any:
 
 
 class ImageRows:
-    """A hook that replaces the embeddings of some tokens by embeddings that an image encoder computed."""
+    """A hook that replaces the embeddings of some tokens by embeddings that an image encoder computed.
 
-    def __init__(self, model: Any) -> None:
-        self.rows: Tensor  # [rows, hidden]; row 0 is never used
+    The numbers of a row after those of the embedding are added to the outputs of the first layers (deepstack).
+    """
+
+    def __init__(self, model: Any, size: int) -> None:
+        self.rows: Tensor  # [rows, size]; row 0 is zeros, and replaces nothing
         self.places: Tensor  # [B, T]: for each token the row that replaces its embedding; 0 for none
+        self.hidden = model.config.get_text_config().hidden_size
+        self.size, self.deep = size, size // self.hidden - 1  # numbers of a row, and layers that add some of them
         model.get_input_embeddings().register_forward_hook(self._put)
+        for i, layer in enumerate(model.base_model.language_model.layers[: self.deep] if self.deep else ()):
+            layer.register_forward_hook(partial(self._add, i + 1))
+
+    def _of_tokens(self, part: int, like: Tensor) -> Tensor:
+        rows = self.rows[:, part * self.hidden : (part + 1) * self.hidden]
+        return rows.to(like.dtype)[self.places]
 
     def _put(self, module: nn.Module, arguments: tuple[Tensor, ...], embedded: Tensor) -> Tensor:
-        return torch.where(self.places[..., None] > 0, self.rows.to(embedded.dtype)[self.places], embedded)
+        return torch.where(self.places[..., None] > 0, self._of_tokens(0, embedded), embedded)
+
+    def _add(self, part: int, module: nn.Module, arguments: tuple[Tensor, ...], hidden: Tensor) -> Tensor:
+        return hidden + self._of_tokens(part, hidden)
 
 
 class TokenLogits:

@@ -258,7 +258,8 @@ def require_experts(named: Mapping[str, Sequence[str]], experts: int, parameter:
 
 def refuse_other_router(model: Any, tensors: Iterable[str]) -> None:
     """Raise UsageError if routers in the checkpoint have tensors that the model's routers lack, such as a bias."""
-    parents = {prefix.rpartition(".")[0]: module for prefix, module in expert_modules(model)}
+    experts = [(prefix, module) for prefix, module in expert_modules(model) if any(True for _ in module.parameters())]
+    parents = {prefix.rpartition(".")[0]: module for prefix, module in experts}
     rules = get_model_conversion_mapping(model) if parents else []
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]

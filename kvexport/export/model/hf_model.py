@@ -23,6 +23,7 @@ from kvexport.export.hooks.experts import find_forms
 from kvexport.export.hooks.latent import check_expansions
 from kvexport.export.model.config import blame, first_line_of
 
+_WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")  # types whose class for text has no image encoder
 OWN_KEYS = {
     "indexer": "picks the tokens that a query sees with an indexer",
     "compressor": "lets queries see summaries of tokens, made by a compressor",
@@ -88,7 +89,8 @@ def _by_part(config: Any, attention: str) -> Any:
 
 def auto_class(config: Any) -> Any:
     """Return the class that makes the decoder of a config: a text decoder, or a model that also takes only tokens."""
-    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+    of_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in _WITH_IMAGES
+    return AutoModelForCausalLM if of_text else AutoModelForImageTextToText
 
 
 def decoder_class(config: Any) -> Any:

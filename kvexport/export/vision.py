@@ -41,6 +41,7 @@ from kvexport.tensor_files.shards import refuse_link
 
 # Model types for which tests compare logits with images to those of transformers (tests/export/test_vision.py)
 COMPARED = {"aya_vision", "idefics3", "internvl", "llava", "llava_next", "qianfan_ocr", "smolvlm", "vipllava"}
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _MOST_NUMBER = 1 << 14  # the largest number in a processor's settings: sides of images, tiles, tokens of a tile
 _MOST_SIDE = 16  # the most tiles in a row or a column of an image
 # Heights and widths of sample images, for which kvexport's tiles are compared with those of the checkpoint's processor
@@ -121,7 +122,7 @@ def read_processor(folder: Path, config: Any) -> Any:
     reader: Any = AutoImageProcessor
     if not hasattr(kind, "replace_image_token"):
         raise _Refused(f"transformers {transformers.__version__} does not say which text stands for an image")
-    for name in ("processor_config.json", "preprocessor_config.json"):
+    for name in PROCESSOR_FILES:
         refuse_link(folder / name)
     settings, _ = kind.get_processor_dict(str(folder))
     images = reader.from_pretrained(str(folder), backend="pil", local_files_only=True, trust_remote_code=False)
@@ -288,12 +289,15 @@ class _Encoder(nn.Module):
         self.sizes = {"image_sizes": [(1, 1)]} if spec.cut == "anyres" else {}
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        pixels = pixel_values.to(self.model.dtype)
-        pixels = pixels[None] if self.five else pixels
-        features = self.model.base_model.get_image_features(pixels, **self.sizes, return_dict=True)
-        rows = features.pooler_output
-        rows = torch.cat(list(rows)) if isinstance(rows, Sequence) else rows
-        return rows.reshape(self.shape).float()
+        pixels = pixel_values[None] if self.five else pixel_values
+        return features_of(self.model, pixels, **self.sizes).reshape(self.shape)
+
+
+def features_of(model: Any, pixel_values: Tensor, **sizes: Any) -> Tensor:
+    """Return the rows [n, hidden] that a model of transformers puts in the places of an image's tokens."""
+    rows = model.base_model.get_image_features(pixel_values.to(model.dtype), **sizes, return_dict=True).pooler_output
+    rows = torch.cat(list(rows)) if isinstance(rows, Sequence) else rows
+    return rows.flatten(0, -2).float()
 
 
 def _trace(model: Any, mode: Any, spec: ImageSpec, *, five: bool) -> ir.Model:

@@ -170,10 +170,13 @@ class ImageRows:
 
     def __init__(self, model: Any) -> None:
         self.rows: Tensor  # [rows, hidden]; row 0 is never used
-        self.places: Tensor  # [B, T]: for each token the row that replaces its embedding; 0 for none
+        # [B, T]: for each token the row that replaces its embedding; 0 for none. None replaces no embedding.
+        self.places: Tensor | None = None
         model.get_input_embeddings().register_forward_hook(self._put)
 
     def _put(self, module: nn.Module, arguments: tuple[Tensor, ...], embedded: Tensor) -> Tensor:
+        if self.places is None:
+            return embedded
         return torch.where(self.places[..., None] > 0, self.rows.to(embedded.dtype)[self.places], embedded)
 
 

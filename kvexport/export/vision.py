@@ -82,6 +82,22 @@ def read_vision(shape: ModelShape, recipe: Recipe) -> Vision | str:
     return Vision(spec, graph, weights)
 
 
+def planned_encoder_bytes(shape: ModelShape, recipe: Recipe) -> int:
+    """Return at most how many bytes the image encoder's weights take; 0 if only the text decoder would be built.
+
+    Layers of the encoder that the model does not read are counted too, because nothing is traced.
+    """
+    try:
+        _check_model(shape.model, recipe)
+    except _Refused:
+        return 0
+    if not any((shape.checkpoint.path / name).exists() for name in PROCESSOR_FILES):
+        return 0
+    model, _ = build_fake(shape.model.config, shape.model.dtype, recipe.rotary_length)
+    decoder = {name for name, _ in shape.model.named_parameters(remove_duplicate=False)}
+    return sum(parameter.nbytes for name, parameter in model.named_parameters() if name not in decoder)
+
+
 def _check_model(model: Any, recipe: Recipe) -> None:
     """Raise _Refused if the model does more with images than to replace the embeddings of placeholder tokens."""
     config, backend = model.config, backends.get(recipe.backend.name)

@@ -40,7 +40,8 @@ from kvexport.recipe.fields import Recipe
 from kvexport.tensor_files.shards import refuse_link
 
 # Model types for which tests compare logits with images to those of transformers (tests/export/test_vision.py)
-COMPARED = {"aya_vision", "idefics3", "internvl", "llava", "llava_next", "qianfan_ocr", "smolvlm", "vipllava"}
+COMPARED = {"aya_vision", "idefics3", "internvl", "llava", "llava_next", "llava_onevision"}
+COMPARED |= {"qianfan_ocr", "smolvlm", "vipllava"}
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _MOST_NUMBER = 1 << 14  # the largest number in a processor's settings: sides of images, tiles, tokens of a tile
 _MOST_SIDE = 16  # the most tiles in a row or a column of an image
@@ -203,6 +204,8 @@ def image_spec(processor: Any, config: Any) -> ImageSpec:
         grids = {str(n): {"num_patches": [n]} for n in sorted(counts)}
     elif pinpoints := setting("image_grid_pinpoints"):
         cut, grids = {"cut": "anyres", "pinpoints": tuple((height, width) for height, width in pinpoints)}, {}
+        if most := getattr(config, "vision_aspect_ratio", None):
+            cut["most"] = int(most.removeprefix("anyres_max_"))
     elif shortest:
         cut["size"] = (0, shortest)
     else:
@@ -219,7 +222,7 @@ def image_spec(processor: Any, config: Any) -> ImageSpec:
         **cut,
         height=tile["height"],
         width=tile["width"],
-        rows=_rows_of_tiles(texts) if texts else (tile["height"] // processor.patch_size) ** 2 + 1,
+        rows=_rows_of_tiles(texts) if texts else (tile["height"] // config.vision_config.patch_size) ** 2 + 1,
         hidden=config.get_text_config().hidden_size,
         marker=getattr(processor, "image_placeholder_token", processor.image_token),
         token=token,

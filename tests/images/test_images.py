@@ -55,7 +55,7 @@ FILES: dict[str, Callable[[], bytes]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["llava", "llava_next", "internvl", "smolvlm", "square"])
+@pytest.fixture(scope="module", params=["llava", "llava_next", "llava_onevision", "internvl", "smolvlm", "square"])
 def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ImageSpec]:
     """A processor of transformers, and kvexport's description of it."""
     folder, square = tmp_path_factory.mktemp("processor"), request.param == "square"

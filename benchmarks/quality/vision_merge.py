@@ -1,6 +1,6 @@
 """What merging the KV cache entries of images loses, on a small vision-language model that this script trains itself.
 
-    python benchmarks/quality/vision_merge.py [--steps 2000] [--passages 60] [--threads 1] [--work DIR]
+    python benchmarks/quality/vision_merge.py [--methods ballot,keepkv,h2o] [--parts 4,8,2] [--passages 60] [--work DIR]
 
 The model is a LLaVA of 210,000 parameters. Its image encoder sees 36 patches of a picture: 4 for each of 9 cells, which
 have a colour and a pattern. Its decoder reads 36 rows, and then words with facts (a name and its number) among them.
@@ -213,6 +213,7 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=2000)
     options.add_argument("--passages", type=int, default=60)
     options.add_argument("--methods", default="ballot,keepkv,h2o")
+    options.add_argument("--parts", default="4,8,2")
     options.add_argument("--threads", type=int, default=1)
     options.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "kvexport-vision")
     chosen = options.parse_args()
@@ -222,7 +223,8 @@ def main() -> None:
     for kind in KINDS:
         rng = random.Random(f"passages/{kind}")
         passages[kind] = [passage(kind, rng) for _ in range(chosen.passages)]
-    sides = [("full", 1), *((method, parts) for parts in (4, 8, 2) for method in chosen.methods.split(","))]
+    methods, shares = chosen.methods.split(","), map(int, chosen.parts.split(","))
+    sides = [("full", 1), *((method, parts) for parts in shares for method in methods)]
     wanted: dict[tuple[str, int], list[tuple[str, int]]] = {}  # kinds and parts, by method and slots
     for method, parts in sides:
         for kind, (words, _) in KINDS.items():

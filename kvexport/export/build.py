@@ -70,6 +70,7 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
 
     from kvexport.backends.adapters import largest_bytes
     from kvexport.export.graph.adapters import projection_sizes
+    from kvexport.export.model.hf_model import is_composite
     from kvexport.export.weights.specs import planned_bytes
 
     shape = read_model(recipe, weights=False)
@@ -82,7 +83,13 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
     targets = projection_sizes(shape.model, shape.mode, recipe.adapters.targets) if recipe.adapters.count else {}
     geometry, adapters = tuple(shape.geometry), largest_bytes(recipe, targets)
     arenas = gpu_bytes(recipe, shape.model.config.get_text_config(), itemsize)
-    return MemoryPlan(name, recipe, geometry, shape.plan, parameters, weights, full, experts, read, adapters, arenas)
+    images = 0
+    if is_composite(shape.model.config):
+        from kvexport.export.vision import planned_encoder_bytes
+
+        images = planned_encoder_bytes(shape, recipe)
+    bytes_of = (parameters, weights, full, experts, read, adapters, arenas, images)
+    return MemoryPlan(name, recipe, geometry, shape.plan, *bytes_of)
 
 
 def _has_recurrences(plan: CachePlan) -> bool:

@@ -48,9 +48,11 @@ from kvexport.recipe.fields import Recipe
 from kvexport.tensor_files.shards import refuse_link
 
 # Model types for which tests compare logits with images to those of transformers (tests/export/test_vision.py)
-COMPARED = {"aya_vision", "idefics3", "internvl", "llava", "llava_next", "qianfan_ocr", "smolvlm", "vipllava"}
+COMPARED = {"aya_vision", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "qianfan_ocr", "smolvlm"}
 COMPARED |= {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe"}
+COMPARED |= {"vipllava"}
 _AREAS = ("shortest_edge", "longest_edge", "min_pixels", "max_pixels")  # numbers of pixels if images become patches
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _MOST_NUMBER = 1 << 14  # the largest number in a processor's settings: sides of images, tiles, tokens of a tile
 _MOST_SIDE = 16  # the most tiles in a row or a column of an image
 # Heights and widths of sample images, for which kvexport's tiles are compared with those of the checkpoint's processor
@@ -89,6 +91,22 @@ def read_vision(shape: ModelShape, recipe: Recipe) -> Vision | str:
     except KvexportError as error:
         return error.problem
     return Vision(spec, graph, weights)
+
+
+def planned_encoder_bytes(shape: ModelShape, recipe: Recipe) -> int:
+    """Return at most how many bytes the image encoder's weights take; 0 if only the text decoder would be built.
+
+    Layers of the encoder that the model does not read are counted too, because nothing is traced.
+    """
+    try:
+        _check_model(shape, recipe)
+    except _Refused:
+        return 0
+    if not any((shape.checkpoint.path / name).exists() for name in PROCESSOR_FILES):
+        return 0
+    model, _ = build_fake(shape.model.config, shape.model.dtype, recipe.rotary_length)
+    decoder = {name for name, _ in shape.model.named_parameters(remove_duplicate=False)}
+    return sum(parameter.nbytes for name, parameter in model.named_parameters() if name not in decoder)
 
 
 def _check_model(shape: ModelShape, recipe: Recipe) -> None:
@@ -133,7 +151,7 @@ def read_processor(folder: Path, config: Any) -> Any:
     reader: Any = AutoImageProcessor
     if not hasattr(kind, "replace_image_token"):
         raise _Refused(f"transformers {transformers.__version__} does not say which text stands for an image")
-    for name in ("processor_config.json", "preprocessor_config.json"):
+    for name in PROCESSOR_FILES:
         refuse_link(folder / name)
     settings, _ = kind.get_processor_dict(str(folder))
     images = reader.from_pretrained(str(folder), backend="pil", local_files_only=True, trust_remote_code=False)
@@ -207,6 +225,8 @@ def image_spec(processor: Any, config: Any) -> ImageSpec:
         grids = {str(n): {"num_patches": [n]} for n in sorted(counts)}
     elif pinpoints := setting("image_grid_pinpoints"):
         cut, grids = {"cut": "anyres", "pinpoints": tuple((height, width) for height, width in pinpoints)}, {}
+        if most := getattr(config, "vision_aspect_ratio", None):
+            cut["most"] = int(most.removeprefix("anyres_max_"))
     elif shortest:
         cut["size"] = (0, shortest)
     else:
@@ -219,7 +239,9 @@ def image_spec(processor: Any, config: Any) -> ImageSpec:
     texts = {
         name: _runs(processor.replace_image_token({**pixels, **grid}, 0), token_text) for name, grid in grids.items()
     }
-    rows = 1 if group else _rows_of_tiles(texts) if texts else (tile["height"] // processor.patch_size) ** 2 + 1
+    rows = (
+        1 if group else _rows_of_tiles(texts) if texts else (tile["height"] // config.vision_config.patch_size) ** 2 + 1
+    )
     return ImageSpec(
         **cut,
         height=tile["height"],
@@ -374,12 +396,16 @@ class _Encoder(nn.Module):
         self.sizes = {"image_sizes": [(1, 1)]} if spec.cut == "anyres" else {}
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        pixels = pixel_values.to(self.model.dtype)
-        pixels = pixels[None] if self.five else pixels
-        features = self.model.base_model.get_image_features(pixels, **self.sizes, return_dict=True)
-        rows = features.pooler_output
-        rows = torch.cat(list(rows)) if isinstance(rows, Sequence) else rows
-        return rows.reshape(self.shape).float()
+        pixels = pixel_values[None] if self.five else pixel_values
+        return features_of(self.model, pixels, **self.sizes).reshape(self.shape)
+
+
+def features_of(model: Any, pixel_values: Tensor, **sizes: Any) -> Tensor:
+    """Return the rows [n, hidden] that a model of transformers puts in the places of an image's tokens."""
+    features = model.base_model.get_image_features(pixel_values.to(model.dtype), **sizes, return_dict=True)
+    rows = features.pooler_output
+    rows = torch.cat(list(rows)) if isinstance(rows, Sequence) else rows
+    return torch.cat([rows.flatten(0, -2), *getattr(features, "deepstack_features", ())], -1).float()
 
 
 def _sample(spec: ImageSpec) -> tuple[dict[str, Tensor], list[dict[int, Any]]]:

@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,11 +68,11 @@ class RowCache:
         self._rows: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def rows(self, digest: bytes, tiles: Rows, order: NDArray[np.int64], encode: Callable[[Rows], Rows]) -> Rows:
+    def rows(self, digest: bytes, encode: Callable[[], Rows]) -> Rows:
         with self._lock:
             rows = self._rows.pop(digest, None)
         if rows is None:
-            rows = np.concatenate([encode(tile[None]) for tile in tiles])[order]
+            rows = encode()
         with self._lock:
             self._rows[digest] = rows
             while sum(kept.nbytes for kept in self._rows.values()) > KEPT_ROWS:
@@ -100,7 +101,7 @@ def encode_images(
     for image in images:
         pixels = read_image(image)
         tiles, grid = tiles_of(pixels, spec)
-        order = order_of(pixels, spec, int(grid) if spec.cut == "patches" else len(tiles))
+        order, weights = order_of(pixels, spec, int(grid) if spec.cut == "patches" else len(tiles))
         offsets = row_offsets(tiles, spec)
         if spec.parts(grid) is None:
             raise UsageError(f"an image is cut into {grid} tiles, for which the model has no text", "a smaller image")
@@ -113,13 +114,24 @@ def encode_images(
             check(count)
         if encode is None or [*read[: len(digests)]] == digests:
             continue
-        rows.append(cache.rows(digest, tiles, order, encode))
+        rows.append(cache.rows(digest, partial(_encoded, tiles, order, weights, encode)))
         keys.append(np.resize(np.frombuffer(digest, np.int64) | np.iinfo(np.int64).min, len(order)))
         if offsets is not None:
             moved.append(offsets)
     # One image's vectors are those of the cache: requests that wait with the same image have no copies of them.
     whole = rows[1] if len(rows) == 2 else np.concatenate(rows)
     return PromptImages(whole, np.concatenate(keys), tuple(digests), np.concatenate(moved) if moved else None), texts
+
+
+def _encoded(tiles: Rows, order: NDArray[np.int64], weights: Rows, encode: Callable[[Rows], Rows]) -> Rows:
+    """Return the vectors in the places of an image's tokens, by the result of `order_of`."""
+    rows = np.concatenate([encode(tile[None]) for tile in tiles])
+    if order.shape[1] == 1:
+        return rows[order[:, 0]]
+    summed = np.zeros((len(order), rows.shape[1]), np.float32)
+    for i, weight in zip(order.T, weights.T, strict=True):
+        summed += rows[i] * weight[:, None]
+    return summed
 
 
 def with_images(prompt: str, texts: Sequence[str], spec: ImageSpec) -> str:

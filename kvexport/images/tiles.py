@@ -63,6 +63,8 @@ class ImageSpec:
     # anyres: heights and widths of canvases. The last row of every tile is the end of a line, once for each tile row of
     # the image; rows of the black border are left out. The name of a grid is the number of rows that remain.
     pinpoints: tuple[tuple[Pinpoint, Pinpoint], ...] = ()
+    # anyres: the tiles beside the whole image whose rows are kept. The rows of more tiles are interpolated to as many.
+    most: Annotated[int, Field(ge=0, le=1024)] = 0  # 0 keeps all rows
     # patches: least and largest number of pixels of the scaled image; frames that a patch repeats; whether pixels are
     # counted for each frame, and images of less than a group are scaled to one; side in patches of a group, which
     # gets one row; side in groups of a window of the encoder's attention, and side of its table of position embeddings,
@@ -234,7 +236,7 @@ def _anyres(image: Image, spec: ImageSpec) -> tuple[list[NDArray[np.uint8]], str
     canvas = Image.new("RGB", (width, height))
     canvas.paste(fitted, ((width - fitted.width) // 2, (height - fitted.height) // 2))
     tiles = [np.asarray(_resized(image, spec.height, spec.width, spec)), *_pieces(canvas, spec)]
-    return tiles, str(len(order_of(image, spec, len(tiles))))
+    return tiles, str(len(order_of(image, spec, len(tiles))[0]))
 
 
 def _patches(image: Image, spec: ImageSpec) -> tuple[list[NDArray[np.uint8]], str]:
@@ -278,10 +280,13 @@ def _canvas_size(image: Image, spec: ImageSpec) -> tuple[int, int]:
     return max(spec.pinpoints, key=remaining)
 
 
-def order_of(image: Image, spec: ImageSpec, tiles: int) -> NDArray[np.int64]:
-    """Return which rows of an image's tiles stand in the places of its tokens, in order."""
+def order_of(image: Image, spec: ImageSpec, tiles: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Return which rows of an image's tiles stand in the places of its tokens, and their weights, both [n, k].
+
+    In the place of a token stands the weighted sum of k rows. The rows determine the weights.
+    """
     if spec.cut != "anyres":
-        return np.arange(tiles * spec.rows)
+        return np.arange(tiles * spec.rows)[:, None], np.ones((tiles * spec.rows, 1), np.float32)
     height, width = _canvas_size(image, spec)
     side = math.isqrt(spec.rows - 1)
     lines, columns = height // spec.height * side, width // spec.width * side
@@ -293,5 +298,31 @@ def order_of(image: Image, spec: ImageSpec, tiles: int) -> NDArray[np.int64]:
     else:
         border = (columns - int(round(image.width * (lines / image.height), 7))) // 2
         rows = rows[:, border : columns - border]
-    ends = np.full((len(rows), 1), spec.rows - 1)
-    return np.concatenate([np.arange(spec.rows - 1), np.hstack([rows, ends]).ravel()])
+    rows, weights = _shrunk(rows, spec.most * side**2)
+    rows = np.pad(rows, ((0, 0), (0, 1), (0, 0)), constant_values=spec.rows - 1)  # the ends of lines
+    weights = np.pad(weights, ((0, 0), (0, 1), (0, 0)), constant_values=1 / weights.shape[2])
+    count = rows.shape[2]
+    first = np.repeat(np.arange(spec.rows - 1)[:, None], count, 1), np.full((spec.rows - 1, count), 1 / count)
+    order = np.concatenate([first[0], rows.reshape(-1, count)])
+    return order, np.concatenate([first[1], weights.reshape(-1, count)]).astype(np.float32)
+
+
+def _shrunk(rows: NDArray[np.int64], most: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return the rows [y, x, k] of a picture's lines, and their weights, interpolated if they are far more than `most`.
+
+    The interpolation is bilinear, as PyTorch's is without aligned corners.
+    """
+    ratio = math.sqrt(rows.size / most) if most else 0.0
+    if ratio <= 1.1:
+        return rows[..., None], np.ones((*rows.shape, 1))
+    (top, bottom, y), (left, right, x) = (_neighbours(size, int(size // ratio)) for size in rows.shape)
+    y, x = y[:, None], x[None]
+    corners = [rows[np.ix_(i, j)] for i in (top, bottom) for j in (left, right)]
+    return np.stack(corners, -1), np.stack([(1 - y) * (1 - x), (1 - y) * x, y * (1 - x), y * x], -1)
+
+
+def _neighbours(size: int, wanted: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+    """Return, for each of `wanted` points on a line of `size`, the two nearest ones and the share of the second."""
+    at = np.maximum((np.arange(wanted) + 0.5) * size / wanted - 0.5, 0.0)
+    first = at.astype(np.int64)
+    return first, np.minimum(first + 1, size - 1), at - first

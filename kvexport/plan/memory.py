@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvexport.errors import UsageError
+from kvexport.images.rows import KEPT_ROWS
 from kvexport.machine import KEPT_BYTES
 from kvexport.plan.cache import CachePlan, LayerCache, LayerGeometry
 from kvexport.plan.planner import cache_notes, plan_cache, settled_plan, state_bytes
@@ -81,6 +82,7 @@ class MemoryPlan:
     expert_read_bytes: int = 0  # bytes of the weights of the experts that the router chooses for one token
     adapter_bytes: int = 0  # bytes of `adapters.count` LoRA adapters of the largest rank
     arena_bytes: int = 0  # estimated bytes of activations and of CUDA on a GPU; 0 on the CPU
+    image_bytes: int = 0  # bytes of the image encoder's weights; 0 if no images are read
 
     @property
     def _left_out(self) -> str:
@@ -121,14 +123,16 @@ class MemoryPlan:
     @property
     def server(self) -> ServerMemory:
         """The largest memory that `kvexport serve` needs with its default limits for prompt prefixes and sessions."""
-        return ServerMemory(self.weight_bytes, self.batch_bytes, adapters=self.adapter_bytes)
+        images = KEPT_ROWS if self.image_bytes else 0
+        weights = self.weight_bytes + self.image_bytes
+        return ServerMemory(weights, self.batch_bytes, adapters=self.adapter_bytes, images=images)
 
     @property
     def fixed_bytes(self) -> int:
         """The bytes of everything but KV caches: weights, adapters, and GPU activations or, on the CPU, the program."""
         if self.arena_bytes:
-            return self.weight_bytes + self.adapter_bytes + self.arena_bytes
-        return replace(self.server, state=0, prefixes=0, sessions=0).total
+            return self.weight_bytes + self.image_bytes + self.adapter_bytes + self.arena_bytes
+        return replace(self.server, state=0, prefixes=0, sessions=0, images=0).total
 
     @property
     def ratio(self) -> float | None:
@@ -205,6 +209,7 @@ class MemoryPlan:
             "weight_bytes": self.weight_bytes,
             "max_length": shown_length(limits.max_length),
             "max_batch": limits.max_batch,
+            "image_encoder_bytes": self.image_bytes,
             "adapter_bytes": self.adapter_bytes,
             "arena_bytes": self.arena_bytes,
             "cache_bytes_per_sequence": self.sequence_bytes,
@@ -224,18 +229,20 @@ class MemoryPlan:
     def sections(self, fit: Fit | None = None) -> list[Section]:
         """Return the report on the memory that a recipe needs; with `fit`, also what fits into a given memory."""
         recipe, batch = self.recipe, self.recipe.limits.max_batch
-        total = self.weight_bytes + self.adapter_bytes + self.arena_bytes + self.batch_bytes
+        total = self.weight_bytes + self.image_bytes + self.adapter_bytes + self.arena_bytes + self.batch_bytes
+        counted = ", image encoder" * bool(self.image_bytes) + ", adapters" * bool(self.adapter_bytes)
         summary: dict[str, str | int | float | None] = {
             "model": recipe.model.path,
             "dtype": recipe.shown_dtype,
             "method": recipe.cache.method,
             "weights": f"{format_bytes(self.weight_bytes)}, {self.parameters:,} parameters{self._bits}",
             **({"experts": self._experts} if self.expert_bytes else {}),
+            **({"image encoder": f"{format_bytes(self.image_bytes)} of weights"} if self.image_bytes else {}),
             **({"adapters": self._adapters} if self.adapter_bytes else {}),
             "cache of 1 sequence": format_bytes(self.sequence_bytes) + self._after_prompt,
             f"cache of {batch} sequences": format_bytes(self.batch_bytes),
             **({"activations and CUDA": f"about {format_bytes(self.arena_bytes)}"} if self.arena_bytes else {}),
-            f"weights{', adapters' * bool(self.adapter_bytes)} and caches": f"{format_bytes(total)}; {self._left_out}",
+            f"weights{counted} and caches": f"{format_bytes(total)}; {self._left_out}",
             "kvexport serve": str(self.server),
         }
         if notes := cache_notes(recipe, self.cache):

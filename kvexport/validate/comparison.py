@@ -31,6 +31,8 @@ from kvexport.validate.compare import (
     worst,
 )
 from kvexport.validate.cut import CutDecoder
+from kvexport.validate.float64 import in_float64
+from kvexport.validate.images import Picture
 from kvexport.validate.independent import IndependentRun, Merge, WatchedState
 from kvexport.validate.merges import compare_merge
 from kvexport.validate.reference import TorchReference
@@ -55,6 +57,7 @@ class Comparison:
         reference: TorchReference,
         result: ValidationResult,
     ) -> None:
+        self.pictures: list[Picture] = []  # the picture in the first sequence with PyTorch's rows, and the engine's
         self.engine, self.runners, self.reference, self.result = engine, runners, reference, result
         # The reference's KV caches may have fewer slots than the engine's (`kvexport.validate.slots`).
         self.plan, self.method, self.dtype = reference.plan, reference.method, engine.manifest.recipe.model.dtype
@@ -70,7 +73,7 @@ class Comparison:
         limits, batch = engine.manifest.limits, len(result.tokens)
         shared: dict[str, Any] = {"prefill_chunk": limits.prefill_chunk, "merge_every": limits.merge_every}
         shared["merge_prompts"] = engine.manifest.recipe.cache.merge_prompts
-        self.adapters, self.images = engine.adapters, engine.manifest.images
+        self.adapters = engine.adapters
         self.locked = LockedBackend(self, reference, self.plan, batch)
         # The reference merges after the same calls as the engine.
         self.reference_lanes = Lanes(self.locked, engine.plan, batch, **shared)
@@ -84,9 +87,12 @@ class Comparison:
     def step(self, tokens: list[Ids], *, prefill: bool, unread: Collection[int], whole: bool) -> None:
         self.locked.whole = whole
         self.merges.clear()
-        reference = self.reference_lanes.append(tokens, prefill=prefill, unread=unread)
+        images, own_images = [x.call(tokens, self.reference_lanes.length[0]) for x in self.pictures] or [None, None]
+        reference = self.reference_lanes.append(tokens, prefill=prefill, unread=unread, images=images)
         call = (tokens, reference, self.merges)
-        for lane, own, expected, caches in self.independent.append(*call, prefill=prefill, unread=unread):
+        for lane, own, expected, caches in self.independent.append(
+            *call, prefill=prefill, unread=unread, images=own_images
+        ):
             tolerances = (self.whole, self.merge_tolerance)
             for i, d in self.independent.unexplained(own, expected, self.reference.merge, *tolerances):
                 fields = (d.tensor, d.difference, d.allowed, lane, d.head, d.slot)
@@ -95,6 +101,14 @@ class Comparison:
             if lane not in self.independent.ended:
                 for name, x in self.independent.state(lane, caches).items():
                     self.locked.state[name][lane] = x[0]
+
+    def encode(self, picture: Picture, arguments: Mapping[str, Any]) -> None:
+        """Compare the engine's rows of a picture with float64, and let the first sequence begin with the picture."""
+        rows = self.reference.image_rows(arguments)
+        with in_float64():
+            exact = self.reference.image_rows(arguments)
+        self._add_errors(("encode", "image"), picture.images.rows, rows, exact, np.ones(len(exact), bool))
+        self.pictures = [picture.with_rows(rows), picture]
 
     def finish(self) -> None:
         """Compute the figures that need all calls: the mean KL of the engine's independent run, and rounding errors."""
@@ -113,8 +127,6 @@ class Comparison:
         """
         phase = "decode" if feed["query_length"].max() == 1 else "prefill"
         feed = {**feed, **self.adapters.unused(len(feed["query_length"]))}
-        if self.images is not None:
-            feed |= CallImages.none(self.images, *feed["input_ids"].shape).inputs()
         largest: dict[str, float] = {}
         length: Any = None
         if self.cut is not None:
@@ -283,7 +295,11 @@ class Comparison:
         input_ids, query_length = feed["input_ids"], feed["query_length"]
         state, past = self.engine.new_state(len(input_ids)), with_slots(self.plan, self.engine.plan, self.locked.state)
         state.set_state(past, self.locked.length)
-        same = np.array_equal(state.decode(input_ids, query_length), separate["logits"], equal_nan=True)
+        if given := {name: feed[name] for name in CallImages._fields if name in feed}:
+            logits = state.decode_images(input_ids, query_length, 0, CallImages(**given))
+        else:
+            logits = state.decode(input_ids, query_length)
+        same = np.array_equal(logits, separate["logits"], equal_nan=True)
         for name, array in state.get_state().items():
             same &= array.tobytes() == separate[name.replace("past_key_values.", "present.")].tobytes()
         self.result.in_place_identical &= bool(same)
@@ -322,8 +338,15 @@ class LockedBackend(LaneState):
     def decode(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
     ) -> NDArray[np.float32]:
+        return self.decode_images(input_ids, query_length, first, None)
+
+    def decode_images(
+        self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int, images: CallImages | None
+    ) -> NDArray[np.float32]:
         assert first == 0 and len(input_ids) == len(self.length), "a reference runs all its lanes"
         feed = {"input_ids": input_ids, "query_length": query_length, "past_length": self.length, **self.state}
+        if (spec := self.comparison.engine.manifest.images) is not None:
+            feed |= (images or CallImages.none(spec, *input_ids.shape)).inputs()
         present = self.reference.decode(feed, self.hidden)
         self.comparison.decoded(feed, present, self.hidden, self.whole)
         self.length = present["present_length"]

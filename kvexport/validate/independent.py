@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.engine.lanes import Lanes
+from kvexport.images.rows import CallImages
 from kvexport.methods.base import Method
 from kvexport.plan.cache import CachePlan, LayerCache
 from kvexport.validate.compare import Difference, Tolerance, named_heads, norm, state_difference
@@ -112,10 +113,11 @@ class IndependentRun:
         *,
         prefill: bool,
         unread: Collection[int],
+        images: CallImages | None = None,
     ) -> list[Parting]:
         """Run one call of the engine on its own KV caches, and compare its logits and merges with PyTorch's."""
         self._state.merges.clear()
-        logits = self.lanes.append(tokens, prefill=prefill, unread=unread)
+        logits = self.lanes.append(tokens, prefill=prefill, unread=unread, images=images)
         parting: dict[int, Parting] = {}
         for lane in range(len(tokens)):
             if lane not in self.ended:

@@ -90,11 +90,14 @@ def _shorten_checkpoint(source: Any, folder: Path, total: int, count: int) -> No
     """Write a checkpoint whose config has only `count` layers; its weight files are links to those of `source`."""
     from transformers import AutoConfig
 
+    from kvexport.export.vision import PROCESSOR_FILES
+
     folder.mkdir()
     for file in source.path.iterdir():
         if ".safetensors" in file.suffixes:
             (folder / file.name).symlink_to(file.resolve())
-    for file in source.texts:
+    processor = (file for name in PROCESSOR_FILES if (file := source.path / name).exists())
+    for file in (*source.texts, *processor):
         shutil.copyfile(file, folder / file.name)
     text = AutoConfig.from_pretrained(str(source.path)).get_text_config()
     key = type(text).attribute_map.get("num_hidden_layers", "num_hidden_layers")

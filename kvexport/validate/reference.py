@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.layers import layer_list
 from kvexport.export.graph.tracer import OFFSET, layer_attributes, used_slots
-from kvexport.export.hooks.attention import IMPLEMENTATION, TokenLogits, attending, output_projection
+from kvexport.export.hooks.attention import IMPLEMENTATION, ImageRows, TokenLogits, attending, output_projection
 from kvexport.export.hooks.recurrence import RecurrentCache, recurring
 from kvexport.export.model.hf_model import fix_rotary_frequencies
 from kvexport.export.model.tensors import Checkpoint
+from kvexport.export.vision import features_of
 from kvexport.methods.base import Method
 from kvexport.ops.layer_state import layer_merge_cache, layer_read_attention, layer_vote_attention
 from kvexport.ops.vote_attention import VoteAttentionAttributes
@@ -88,19 +89,31 @@ class TorchReference:
     """PyTorch versions of the exported decoder and merge graphs, over numpy arrays with the ONNX graphs' names."""
 
     def __init__(
-        self, checkpoint: Checkpoint, plan: CachePlan, geometry: list[LayerGeometry], method: Method, recipe: Any
+        self,
+        checkpoint: Checkpoint,
+        plan: CachePlan,
+        geometry: list[LayerGeometry],
+        method: Method,
+        recipe: Any,
+        row_size: int = 0,  # numbers of a row of an image; 0 for a model that reads no images
     ) -> None:
         self.plan, self.geometry, self.method = plan, geometry, method
         self._last_logits = recipe.export.logits == "last"
         with quiet_exporter():
             self.model = load_model(checkpoint, recipe, IMPLEMENTATION)
         fix_rotary_frequencies(self.model, recipe.rotary_length)
-        self._token_logits = TokenLogits(self.model)
+        self._token_logits, self._images = TokenLogits(self.model), ImageRows(self.model, row_size)
         self._layers = layer_list(self.model)[1]
         for module in self.model.modules():
             if isinstance(getattr(module, "inv_freq", None), Tensor):
                 # The model computes its rotary angles in float32; angles computed in float64 would differ.
                 module.forward = as_ever(module.forward)
+
+    @torch.no_grad()
+    def image_rows(self, arguments: Mapping[str, Tensor]) -> NDArray[Any]:
+        """Return the rows [n, hidden] that stand for an image, given as the arguments of its processor's arrays."""
+        rows: NDArray[Any] = features_of(self.model, **arguments).numpy()
+        return rows
 
     @torch.no_grad()
     def decode_in_float64(self, feed: Mapping[str, NDArray[Any]]) -> Arrays:
@@ -116,7 +129,8 @@ class TorchReference:
         """Compute the decoder in PyTorch, with the inputs and outputs of decoder.onnx.
 
         Args:
-            feed: input_ids [B, T], query_length [B, 1], past_length [B, 1] and the tensors past_key_values.*.
+            feed: input_ids [B, T], query_length [B, 1], past_length [B, 1], the tensors past_key_values.* and, for a
+                model that reads images, image_rows and image_places.
             hidden: If not None, receives the hidden state [B, T, hidden] at the start of every layer that has a cache,
                 by the number of that cache.
         """
@@ -137,9 +151,14 @@ class TorchReference:
         }
         past_offset = recurrent.pop(OFFSET, None)
         states = RecurrentCache(self.model.config.model_type, recurrent, query_length, traced=False)
-        if past_offset is not None:  # texts do not change it
-            rotated_by, states.present[OFFSET] = position + past_offset, past_offset
+        if past_offset is not None:  # as in the traced decoder
+            offsets = torch.from_numpy(feed["image_offsets"])
+            added = offsets[:, 3].gather(1, torch.clamp(query_length - 1, min=0))
+            states.present[OFFSET] = (past_offset + added).to(past_offset.dtype)
+            rotated_by = position + past_offset + offsets[:, :3].transpose(0, 1)
         self._token_logits.query_length = query_length if self._last_logits else None
+        if "image_rows" in feed:
+            self._images.rows, self._images.places = map(torch.from_numpy, (feed["image_rows"], feed["image_places"]))
         with attending(eager), recurring(self.model, states), self._watched(hidden):
             logits = self.model(input_ids=ids, position_ids=rotated_by, **states.as_arguments(self.model)).logits
         present = {}
@@ -214,11 +233,15 @@ class TorchReference:
 
 @torch.no_grad()
 def full_logits(
-    checkpoint: Checkpoint, recipe: Any, tokens: list[NDArray[np.int64]], positions: list[list[int]]
+    checkpoint: Checkpoint,
+    recipe: Any,
+    tokens: list[NDArray[np.int64]],
+    positions: list[list[int]],
+    images: Mapping[str, Tensor],
 ) -> list[dict[int, NDArray[np.float32]]]:
     """Return the logits [vocabulary] of the uncompressed Hugging Face model at given positions of each sequence.
 
-    The model runs with its own attention and KV cache.
+    The model runs with its own attention and KV cache. `images` are its arguments for images in the first sequence.
     """
     with quiet_exporter():
         model = _load_attending(checkpoint, recipe)
@@ -228,10 +251,13 @@ def full_logits(
         return (arguments[0][:, picked], *arguments[1:])
 
     output_projection(model).register_forward_pre_hook(pick)
-    logits_of = []
+    logits_of: list[dict[int, NDArray[np.float32]]] = []
     for ids, at in zip(tokens, positions, strict=True):
         picked[:] = at
-        rows = model(input_ids=torch.from_numpy(ids)[None]).logits[0].float().numpy() if at else []
+        read = {} if logits_of else dict(images)
+        if "image_grid_thw" in read:  # a model with rotary positions of rows and columns asks where images are
+            read["mm_token_type_ids"] = torch.from_numpy(ids == model.config.image_token_id)[None].int()
+        rows = model(input_ids=torch.from_numpy(ids)[None], **read).logits[0].float().numpy() if at else []
         logits_of.append(dict(zip(at, rows, strict=True)))
     return logits_of
 

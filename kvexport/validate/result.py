@@ -16,7 +16,7 @@ ROUNDING_RATIO = 3.0  # largest ratio of the engine's errors against float64 to 
 ABOVE = 10  # errors beyond the checked quantile if there are fewer than 1,000: their 99th percentile is chance
 OUTLIERS = 10.0  # factor by which ROUNDING_RATIO is larger for the 99th percentile
 KEPT = 50  # most mismatches that are stored with all details
-KINDS = {"hidden": "hidden state", "key": "keys", "value": "values", "logits": "logits"}
+KINDS = {"hidden": "hidden state", "key": "keys", "value": "values", "logits": "logits", "image": "images"}
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class ValidationResult:
     recipe: str
     backend: str
     tokens: list[int]  # number of tokens of each sequence
-    texts: list[str]  # kind of each sequence's tokens, "text" or "random"
+    texts: list[str]  # kind of each sequence's tokens, "text" or "random", after IMAGE if it begins with a picture
     budgets: list[int]  # budget of each KV head of every layer, in slots
     tolerance: dict[str, float]  # tolerances, by kind of tensor
     operators: dict[str, str]  # how this machine runs each of kvexport's operators
@@ -136,6 +136,7 @@ class ValidationResult:
     positions: list[list[int]] = field(default_factory=list)  # for each sequence, the compared positions
     # (number of compared layers, number of the model's layers); None if all were compared
     layers: tuple[int, int] | None = None
+    no_image: int = 0  # tokens of a picture that was not compared, because no sequence had room for it
     unmerged: int = 0  # number of KV heads that can merge, but have a budget as long as the longest sequence
     seconds: float = 0.0  # duration of the validation
 
@@ -172,11 +173,13 @@ class ValidationResult:
             )
         for r in self.rounding:
             if not r.holds:
-                problems.append(
+                first = r.tensor == "image"  # the cause of differences in the decoder
+                problems.insert(
+                    0 if first else len(problems),
                     f"the engine's rounding errors of {KINDS[r.tensor]} ({r.phase}, {r.count} vectors) against float64 "
                     f"exceed PyTorch's: {level_of(r.count):.0%} quantile {r.engine.checked:.3g} against "
                     f"{r.pytorch.checked:.3g} (at most {ROUNDING_RATIO:g} times), 99 % quantile {r.engine.p99:.3g} "
-                    f"against {r.pytorch.p99:.3g} (at most {OUTLIERS * ROUNDING_RATIO:g} times)"
+                    f"against {r.pytorch.p99:.3g} (at most {OUTLIERS * ROUNDING_RATIO:g} times)",
                 )
         if not self.in_place_identical:
             problems.append(

@@ -25,7 +25,7 @@ from kvexport.terminal import Progress, silent
 from kvexport.validate.layers import require_checkpoint
 from kvexport.validate.result import ValidationResult
 from kvexport.validate.slots import used_plan
-from kvexport.validate.tokens import Ids, continued_prompts, later_calls, schedule, sequences
+from kvexport.validate.tokens import IMAGE, Ids, continued_prompts, later_calls, schedule, sequences
 
 if TYPE_CHECKING:
     from kvexport.validate.reference import TorchReference
@@ -53,6 +53,7 @@ def validate_artifact(
     from kvexport.validate.compare import LAYERS, tolerance_of
     from kvexport.validate.comparison import Comparison
     from kvexport.validate.divergence import compared_positions, mean_kl_at, measure_divergence, untouched_positions
+    from kvexport.validate.images import make_picture
     from kvexport.validate.reference import TorchReference, full_logits
     from kvexport.validate.shipped import shipped_difference
 
@@ -70,9 +71,11 @@ def validate_artifact(
         # own buffers. `shipped_difference` compares answers with graphs.
         engine = load(path, backend=backend, device=device, cuda_graph=False, verify=False, float_input=True)
         method = recipe.cache.build_method()
-        tokens, texts = sequences(engine, length, batch, seed)
+        picture = make_picture(engine, seed)
+        tokens, texts = sequences(engine, length, batch, seed, () if picture is None else picture.ids.tolist())
         used = used_plan(engine.plan, max(map(len, tokens)) + recipe.export.prefill_chunk)
-        reference = TorchReference(shape.checkpoint, used, shape.geometry, method, recipe)
+        row_size = 0 if manifest.images is None else manifest.images.hidden
+        reference = TorchReference(shape.checkpoint, used, shape.geometry, method, recipe, row_size)
     tolerance = asdict(tolerance_of(LAYERS, recipe.model.dtype, recipe.cache_dtype))
     tolerance.pop("rounding")
     result = ValidationResult(
@@ -88,7 +91,13 @@ def validate_artifact(
         unmerged=sum(sum(b >= len(tokens[0]) for b in x.budget) for x in engine.plan.caches if x.merges),
     )
     _quiet_polygraphy()
-    comparison = Comparison(engine, runtime.runners(engine.model, manifest), reference, result)
+    comparison, pixels = Comparison(engine, runtime.runners(engine.model, manifest), reference, result), {}
+    if picture is not None and texts[0].startswith(IMAGE):
+        with progress("encoding an image", None):
+            pixels = picture.arguments(shape.checkpoint, shape.model.config)
+            comparison.encode(picture, pixels)
+    elif picture is not None:
+        result.no_image = len(picture.ids)
     later = later_calls(manifest.limits, recipe.cache.merge_prompts)
     calls = list(schedule(tokens, recipe.export.prefill_chunk, later))
     whole = _whole_calls([prefill for _, prefill in calls])
@@ -104,13 +113,15 @@ def validate_artifact(
         untouched = untouched_positions(own, result.budgets if _is_exact(recipe, shape.model.config) else [0])
         every = [sorted({*a, *b}) for a, b in zip(positions, untouched, strict=True)]
         del engine, reference, comparison  # frees memory for the uncompressed model
-        full = full_logits(shape.checkpoint, recipe, tokens, every)
+        full = full_logits(shape.checkpoint, recipe, tokens, every, pixels)
         measure_divergence(result, tokens, positions, own, full)
         result.first_kl, result.first_compared = mean_kl_at(untouched, own, full)
     if where != "cpu":
+        read = len(picture.ids) if picture is not None and pixels else 0  # these answers read no picture
         with progress("comparing answers with and without CUDA graphs", None):
             result.shipped_difference = shipped_difference(
-                lambda graphs: load(path, backend=backend, device=device, cuda_graph=graphs, verify=False), tokens
+                lambda graphs: load(path, backend=backend, device=device, cuda_graph=graphs, verify=False),
+                [tokens[0][read:], *tokens[1:]],
             )
     result.seconds = time.monotonic() - began
     return result

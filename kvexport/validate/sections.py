@@ -72,6 +72,7 @@ def summary(result: ValidationResult) -> dict[str, Any]:
         "budget, slots of a KV head": budgets[0] if len(budgets) == 1 else f"{budgets[0]} to {budgets[-1]}",
         "calls compared": f"{len(result.steps)} ({calls})",
         **({"merges not compared": _unmerged(result)} if result.unmerged else {}),
+        **({"images": _no_image(result.no_image)} if result.no_image else {}),
         "head-merges that differ from PyTorch's by a tie": f"{len(result.flips)} of {result.head_merges}",
         "in-place buffers": "bit-identical" if result.in_place_identical else "DIFFERS",
         **({} if result.top_logits_hold is None else {"top logits": "right" if result.top_logits_hold else "WRONG"}),
@@ -99,6 +100,10 @@ def _unmerged(result: ValidationResult) -> str:
         f"{result.unmerged} of {len(result.budgets)} KV heads have budgets of {max(result.tokens)} slots or "
         "more, and merged nothing; --length N with a longer sequence compares their merges too"
     )
+
+
+def _no_image(tokens: int) -> str:
+    return f"not compared: the picture takes {tokens} tokens; --length {2 * tokens} has room for it"
 
 
 def _layers(result: ValidationResult) -> dict[str, str]:

@@ -16,6 +16,7 @@ from kvexport.plan.cache import CachePlan
 from kvexport.plan.planner import settled_plan
 
 Ids = NDArray[np.int64]
+IMAGE = "an image, then "  # how the kind of a sequence begins that begins with a picture
 CHUNKS_PAST = 2  # chunks of a prompt that follow when the largest KV cache is full
 MERGES = 2  # merges of KV caches while decoding
 FEWEST_STEPS, MOST_STEPS = 8, 160  # bounds of the number of decode steps
@@ -54,11 +55,14 @@ def default_batch(plan: CachePlan, limits: Limits) -> int:
     return int(max(1, min(3, limits.max_batch, fits)))
 
 
-def sequences(engine: Any, length: int | None, batch: int | None, seed: int) -> tuple[list[Ids], list[str]]:
+def sequences(
+    engine: Any, length: int | None, batch: int | None, seed: int, image: Sequence[int] = ()
+) -> tuple[list[Ids], list[str]]:
     """Return the token ids of every validation sequence, and the kind of each, "text" or "random".
 
     The longest sequence comes first; the others are 2/3, 1/2, ... as long. Text and random tokens alternate if the
-    artifact's tokenizer decodes an encoded text to the same text; otherwise all tokens are random.
+    artifact's tokenizer decodes an encoded text to the same text; otherwise all tokens are random. The longest sequence
+    begins with the tokens `image` of a picture, which then begin its kind (IMAGE), if they have room in its prompt.
     """
     limits = engine.manifest.limits
     batch = default_batch(engine.plan, limits) if batch is None else batch
@@ -68,7 +72,8 @@ def sequences(engine: Any, length: int | None, batch: int | None, seed: int) -> 
         )
     recipe = engine.manifest.recipe
     later = sum(later_calls(limits, recipe.cache.merge_prompts))
-    longest = min(length or default_length(settled_plan(recipe, engine.plan), limits, later), limits.max_length)
+    default = default_length(settled_plan(recipe, engine.plan), limits, later) + len(image)
+    longest = min(length or default, limits.max_length)
     text = _text_ids(engine)
     rng = np.random.default_rng(seed)
     tokens, kinds = [], []
@@ -79,6 +84,9 @@ def sequences(engine: Any, length: int | None, batch: int | None, seed: int) -> 
         tokens.append(
             np.resize(text, size) if of_text and text is not None else rng.integers(0, engine.vocabulary, size)
         )
+    if 0 < len(image) <= 2 * longest // 3:
+        rest = tokens[0][tokens[0] != engine.manifest.images.token]
+        tokens[0], kinds[0] = np.concatenate([image, rest])[:longest], IMAGE + kinds[0]
     return tokens, kinds
 
 

@@ -8,7 +8,7 @@ import torch
 
 from kvexport.export.hooks.experts import expert_layouts
 from kvexport.export.model.config import load_config
-from kvexport.export.model.hf_model import auto_class, buffers_as_parameters
+from kvexport.export.model.hf_model import attention_by_part, auto_class, buffers_as_parameters
 from kvexport.export.model.tensors import Checkpoint, dense_values
 from kvexport.export.weights.computed import ComputedSpec
 from kvexport.export.weights.specs import weight_specs
@@ -17,19 +17,18 @@ from kvexport.tensor_files.casting import load_tensor
 
 def load_model(checkpoint: Checkpoint, recipe: Any, attention: str) -> Any:
     """Load the Hugging Face model of a checkpoint in eval mode, with the weights rounded as the recipe says."""
-    dtype = getattr(torch, recipe.model.dtype)
+    dtype, config = getattr(torch, recipe.model.dtype), load_config(str(checkpoint.path), recipe)
     if not checkpoint.computed and recipe.weights.bits is None:
-        model: Any = auto_class(load_config(str(checkpoint.path), recipe)).from_pretrained(
+        model: Any = auto_class(config).from_pretrained(
             str(checkpoint.path),
             dtype=dtype,
-            attn_implementation=attention,
+            attn_implementation=attention_by_part(config, attention),
             experts_implementation="eager",  # the default refuses float64
             use_safetensors=True,
         )
         return model.eval()
-    config = load_config(str(checkpoint.path), recipe)
     model = auto_class(config).from_config(
-        config, dtype=dtype, attn_implementation=attention, experts_implementation="eager"
+        config, dtype=dtype, attn_implementation=attention_by_part(config, attention), experts_implementation="eager"
     )
     buffers_as_parameters(model)
     parameters = {f"model.{name}": p for name, p in model.named_parameters(remove_duplicate=False)}

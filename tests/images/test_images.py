@@ -56,7 +56,10 @@ FILES: dict[str, Callable[[], bytes]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["llava", "llava_next", "internvl", "smolvlm", "square", "qwen2_vl", "glm4v"])
+@pytest.fixture(
+    scope="module",
+    params=["llava", "llava_next", "llava_onevision", "internvl", "smolvlm", "square", "qwen2_vl", "glm4v"],
+)
 def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ImageSpec]:
     """A processor of transformers, and kvexport's description of it."""
     folder, square = tmp_path_factory.mktemp("processor"), request.param == "square"

@@ -9,11 +9,12 @@ from typer.testing import CliRunner
 import kvexport
 from kvexport.commands.app import app
 from kvexport.errors import UsageError
-from kvexport.export.build import plan_memory
+from kvexport.export.build import build, plan_memory
 from kvexport.plan.cache import LayerCache
 from kvexport.plan.memory import CUDA_BYTES, MemoryPlan, layer_groups
 from kvexport.recipe.load import load_recipe
 from kvexport.units import format_bytes, parse_bytes
+from tests.support import models, vision
 
 
 def plan_of(recipe: Path, *overrides: str) -> MemoryPlan:
@@ -46,6 +47,17 @@ def test_the_plans_weights_are_those_of_the_build_with_tied_ones_once(tiny_recip
     written = (tiny_artifact / "decoder.weights").stat().st_size
     assert plan.weight_bytes <= written < plan.weight_bytes + 4096 * 4, "alignment may add a little"
     assert plan_of(tiny_recipe, "model.dtype=float16").weight_bytes == plan.weight_bytes // 2
+
+
+def test_the_image_encoders_weights_are_those_of_the_build(tmp_path: Path) -> None:
+    recipe = models.make_recipe(vision.save_checkpoint("smolvlm", tmp_path / "checkpoint"), limits={"max_length": 64})
+    plan, artifact = plan_memory(recipe), build(recipe, tmp_path / "artifact")
+    written = sum(file.stat().st_size for file in artifact.glob("*.weights"))
+    counted = plan.weight_bytes + plan.image_bytes
+    assert counted <= written < counted + 64 * 60, "alignment may add a little"
+    assert "image encoder" in str(plan.sections()) and plan.server.total > 2 * counted
+    texts = plan_memory(recipe.model_copy(update={"export": recipe.export.model_copy(update={"images": False})}))
+    assert texts.image_bytes == 0 and texts.weight_bytes == plan.weight_bytes
 
 
 def test_adapters_are_counted_as_an_engine_loads_them(

@@ -101,6 +101,20 @@ KINDS: dict[str, tuple[list[str], dict[str, str], Any, dict[str, Any], Any]] = {
             image_grid_pinpoints=PINPOINTS,
         ),
     ),
+    "llava_onevision": (
+        ["<image>", "<video>"],
+        {"image_token": "<image>", "video_token": "<video>"},
+        hf.LlavaOnevisionImageProcessorPil(size={"height": SIDE, "width": SIDE}, image_grid_pinpoints=PINPOINTS),
+        {"num_image_tokens": 16, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_2"},
+        lambda: hf.LlavaOnevisionConfig(
+            text_config=hf.Qwen2Config(**TEXT),
+            vision_config=hf.SiglipVisionConfig(**SIGLIP),
+            image_token_id=256,
+            video_token_id=257,
+            image_grid_pinpoints=PINPOINTS,
+            vision_aspect_ratio="anyres_max_2",
+        ),
+    ),
     "internvl": (
         ["<IMG_CONTEXT>", "<img>", "</img>", "<video>"],
         {

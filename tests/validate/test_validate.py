@@ -15,12 +15,16 @@ from kvexport.artifact.digests import write_manifest
 from kvexport.artifact.reading import load_manifest
 from kvexport.commands.app import app
 from kvexport.errors import UsageError
+from kvexport.export.build import build
 from kvexport.report.page import render_html
 from kvexport.report.text import render_text
 from kvexport.schema.state import STATE_NAMES
 from kvexport.validate import merges
+from kvexport.validate.layers import first_layers
 from kvexport.validate.runner import validate_artifact
 from kvexport.validate.sections import sections
+from tests.support import vision
+from tests.support.models import make_recipe
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +124,37 @@ def test_the_verb_exits_with_4(tiny_artifact: Path, tmp_path: Path) -> None:
     assert ran.exit_code == 4
     assert "differs from PyTorch" in ran.output + (ran.stderr or "") and "Traceback" not in ran.output
     assert "FAILED" in (tmp_path / "r.html").read_text()
+
+
+@pytest.fixture(scope="module", params=["llava_next", "smolvlm"])
+def with_images(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An artifact that reads images, each of which takes more tokens than its budget has slots."""
+    folder = tmp_path_factory.mktemp(request.param)
+    checkpoint = vision.save_checkpoint(request.param, folder / "checkpoint")
+    settings = {"cache": {"budget": 16, "sinks": 2, "merge_every": 4}, "export": {"prefill_chunk": 8}}
+    return build(make_recipe(checkpoint, **settings, limits={"max_length": 200}), folder / "artifact")
+
+
+def test_a_picture_and_text_after_it_are_compared_past_the_budget(with_images: Path) -> None:
+    result = validate_artifact(with_images)
+    assert result.passed and result.texts[0] == "an image, then text" and result.head_merges > 10
+    (encoded,) = [r for r in result.rounding if r.tensor == "image"]
+    assert encoded.count > max(result.budgets) and result.first_compared > 0
+    with first_layers(with_images, 1) as one_layer:
+        assert validate_artifact(one_layer).texts[0] == "an image, then text"
+    short = validate_artifact(with_images, length=20)
+    assert short.passed and short.texts[0] == "text" and "images  " in render_text(sections(short))
+
+
+def test_a_damaged_image_encoder_is_named(with_images: Path, tmp_path: Path) -> None:
+    def damage(model: onnx.ModelProto) -> None:
+        """Let a layer of the encoder read another layer's weight of the same shape."""
+        first, second = (x for x in model.graph.initializer if re.search(r"layers?\.[01]\.mlp\.fc1\.weight", x.name))
+        del first.external_data[:]
+        first.external_data.extend(second.external_data)
+
+    result = validate_artifact(altered(with_images, tmp_path, "vision.onnx", damage))
+    assert "rounding errors of images (encode" in result.problem
 
 
 def test_another_checkpoint_is_refused(tiny_artifact: Path) -> None:

@@ -174,9 +174,13 @@ class ImageRows:
 
     def __init__(self, model: Any, size: int) -> None:
         self.rows: Tensor  # [rows, size]; row 0 is zeros, and replaces nothing
-        self.places: Tensor  # [B, T]: for each token the row that replaces its embedding; 0 for none
+        # [B, T]: for each token the row that replaces its embedding; 0 for none. None replaces no embedding.
+        self.places: Tensor | None = None
         self.hidden = model.config.get_text_config().hidden_size
-        self.size, self.deep = size, size // self.hidden - 1  # numbers of a row, and layers that add some of them
+        self.size, self.deep = (
+            size,
+            max(0, size // self.hidden - 1),
+        )  # numbers of a row, and layers that add some of them
         model.get_input_embeddings().register_forward_hook(self._put)
         for i, layer in enumerate(model.base_model.language_model.layers[: self.deep] if self.deep else ()):
             layer.register_forward_hook(partial(self._add, i + 1))
@@ -186,10 +190,12 @@ class ImageRows:
         return rows.to(like.dtype)[self.places]
 
     def _put(self, module: nn.Module, arguments: tuple[Tensor, ...], embedded: Tensor) -> Tensor:
+        if self.places is None:
+            return embedded
         return torch.where(self.places[..., None] > 0, self._of_tokens(0, embedded), embedded)
 
     def _add(self, part: int, module: nn.Module, arguments: tuple[Tensor, ...], hidden: Tensor) -> Tensor:
-        return hidden + self._of_tokens(part, hidden)
+        return hidden if self.places is None else hidden + self._of_tokens(part, hidden)
 
 
 class TokenLogits:

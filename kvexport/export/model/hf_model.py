@@ -71,7 +71,10 @@ def on_meta(config: Any, dtype: torch.dtype, max_length: int, attention: str = I
     with torch.device("meta"):
         experts = EXPERTS if attention == IMPLEMENTATION else "eager"
         model = auto_class(config).from_config(
-            config, dtype=dtype, attn_implementation=_by_part(config, attention), experts_implementation=experts
+            config,
+            dtype=dtype,
+            attn_implementation=attention_by_part(config, attention),
+            experts_implementation=experts,
         )
     _initialize_buffers(model, model)
     model.tie_weights()
@@ -79,7 +82,7 @@ def on_meta(config: Any, dtype: torch.dtype, max_length: int, attention: str = I
     return model
 
 
-def _by_part(config: Any, attention: str) -> Any:
+def attention_by_part(config: Any, attention: str) -> Any:
     """Return `attention` for the text decoder, and the default for encoders, some of which support no other."""
     text = config.get_text_config()
     parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}

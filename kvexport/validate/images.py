@@ -1,0 +1,49 @@
+"""The picture with which a validation's first sequence begins, and its rows by the engine and by PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvexport.export.vision import prepare, read_processor
+from kvexport.images.rows import CallImages, PromptImages, call_images, places_of
+from kvexport.validate.tokens import Ids
+
+
+class Picture(NamedTuple):
+    image: Any  # an image of Pillow
+    ids: Ids  # tokens that stand for the picture
+    places: Ids  # for each of these tokens, the number of its row from 1; 0 for none
+    images: PromptImages  # rows that the engine's image encoder computed
+
+    def with_rows(self, rows: NDArray[np.float32]) -> Picture:
+        return self._replace(images=replace(self.images, rows=rows))
+
+    def call(self, tokens: list[Ids], begin: int) -> CallImages | None:
+        """Return the rows of a decoder call whose tokens of the first sequence begin at position `begin`."""
+        places = [np.zeros(len(ids), np.int64) for ids in tokens]
+        part = self.places[begin : begin + len(tokens[0])]
+        places[0][: len(part)] = part
+        return call_images([(own, None if lane else self.images) for lane, own in enumerate(places)])
+
+    def arguments(self, checkpoint: Any, config: Any) -> dict[str, torch.Tensor]:
+        """Return the arguments by which the model of transformers reads the picture, made by the model's processor."""
+        prepared = prepare(read_processor(checkpoint.path, config), self.image)
+        names = [name for name in ("pixel_values", "image_sizes", "image_grid_thw") if name in prepared]
+        return {name: torch.from_numpy(np.asarray(prepared[name])) for name in names}
+
+
+def make_picture(engine: Any, seed: int) -> Picture | None:
+    """Return a picture of random pixels, two tiles wide; None for an engine that reads no images."""
+    from PIL import Image
+
+    if (spec := engine.manifest.images) is None:
+        return None
+    pixels = np.random.default_rng(seed).integers(0, 256, (spec.height, 2 * spec.width, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    ids, images = engine.encode_with_images(spec.marker, [image], add_special_tokens=False)
+    return Picture(image, ids, places_of(ids, images, spec), images)

@@ -39,9 +39,10 @@ def try_texts(folder: Path) -> None:
     command = [sys.executable, "-m", __name__, str(folder.resolve()), str(_SECONDS)]
     root = str(Path(__file__).resolve().parents[2])
     environment = {"PATH": "", "PYTHONPATH": ":".join([root, *sys.path]), "TOKENIZERS_PARALLELISM": "false"}
-    waits = {"timeout": _MOST_WAITING_SECONDS, "env": environment, "cwd": "/"}
     try:
-        child = subprocess.run(command, capture_output=True, text=True, **waits)
+        child = subprocess.run(
+            command, capture_output=True, text=True, timeout=_MOST_WAITING_SECONDS, env=environment, cwd="/"
+        )
     except subprocess.TimeoutExpired:
         reason = f"they do not end within {_MOST_WAITING_SECONDS} seconds"
     else:

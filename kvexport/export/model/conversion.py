@@ -297,7 +297,7 @@ def refuse_unexpected(model: Any, checkpoint: Checkpoint) -> list[str]:
             "use the config.json that belongs to these weights (it announces biases, norms, routers and the number of "
             "layers)",
         )
-    return outside if model.config is text else []
+    return outside if model.config is text and "text_config" not in checkpoint.config else []
 
 
 def _drafts(text: Any) -> list[str]:

@@ -6,8 +6,8 @@ Each start is a process of its own, with a cache folder that is empty before the
 (--no-calibrate). A part has wall seconds and processor seconds, without those of the parts within it. Parts that run
 beside others are marked by `beside`: the wall seconds of the rest add up to the whole. Processor seconds of a part are
 those of its own thread, and of all threads for parts that run the model; `processes` are those of processes that were
-started. Bytecode is compiled before (pip does it when it installs), and files are in the page cache. --root measures
-another checkout of kvexport. Rows are kept in results/first-answer.json.
+started. Bytecode is compiled before, into --work (pip does that when it installs), and files are in the page cache.
+--root measures another checkout of kvexport. Rows are kept in results/first-answer.json.
 """
 
 from __future__ import annotations
@@ -150,6 +150,8 @@ def main() -> None:
     arguments = ["chat", str(options.file.resolve()), "--no-calibrate", "--max-tokens", "1"]
     row: dict[str, Any] = {"megabytes": round(options.file.stat().st_size / 1e6), "load average": os.getloadavg()[0]}
     for name in ("compile bytecode", "first start", "second start"):
+        if name == "compile bytecode" and (work / "bytecode").exists():
+            continue
         if name != "second start":
             shutil.rmtree(work / "cache", ignore_errors=True)
         (work / "cache").mkdir(parents=True, exist_ok=True)
@@ -157,11 +159,10 @@ def main() -> None:
         print(name, json.dumps(figures, indent=1), flush=True)
         if name != "compile bytecode":
             row[name] = figures
-    kept = {
-        name: each for name, each in earlier("first-answer").items() if isinstance(each, dict) and "megabytes" in each
-    }
+    run = ("date", "command", "commit", "machine")
+    kept = {name: each for name, each in earlier("first-answer").items() if name not in run}
     save("first-answer", {**kept, options.row: row})
-    shutil.rmtree(work)
+    shutil.rmtree(work / "cache")
 
 
 if __name__ == "__main__":

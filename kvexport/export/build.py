@@ -14,7 +14,8 @@ from kvexport import backends
 from kvexport.artifact.digests import write_manifest
 from kvexport.artifact.publish import staging
 from kvexport.errors import UsageError
-from kvexport.export.model.tensors import ModelShape
+from kvexport.export.forked import forked
+from kvexport.export.model.tensors import Checkpoint, ModelShape
 from kvexport.plan.cache import CachePlan
 from kvexport.plan.memory import MemoryPlan, full_layer_bytes, gpu_bytes
 from kvexport.plan.planner import plan_cache
@@ -26,19 +27,17 @@ if TYPE_CHECKING:
     from kvexport.export.weights.write import SharedWeights
 
 
-def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
+def read_model(recipe: Recipe, checkpoint: Checkpoint | None = None, *, weights: bool = True) -> ModelShape:
+    checkpoint = checkpoint or _checkpoint_of(recipe, weights=weights)
     import torch
 
     from kvexport.export.hooks.experts import expert_modules
-    from kvexport.export.model.checkpoint import open_checkpoint
     from kvexport.export.model.config import load_config
     from kvexport.export.model.hf_model import build_fake
     from kvexport.export.model.probe import probe_layers
     from kvexport.export.model.rotary import read_rotary
     from kvexport.quiet import quiet_exporter
 
-    path, revision, adapter = recipe.model.path, recipe.model.revision, recipe.weights.merge_adapter
-    checkpoint = open_checkpoint(path, revision, weights=weights, adapter=adapter)
     with quiet_exporter():
         config = load_config(str(checkpoint.path), recipe)
         model, mode = build_fake(config, getattr(torch, recipe.model.dtype), recipe.rotary_length)
@@ -59,6 +58,13 @@ def read_model(recipe: Recipe, *, weights: bool = True) -> ModelShape:
     if (problem := backend.operator_problem(recipe, "LinearAttention")) and _has_recurrences(plan):
         raise UsageError(*problem)
     return ModelShape(checkpoint, model, mode, geometry, plan)
+
+
+def _checkpoint_of(recipe: Recipe, *, weights: bool = True) -> Checkpoint:
+    from kvexport.export.model.checkpoint import open_checkpoint
+
+    path, revision, adapter = recipe.model.path, recipe.model.revision, recipe.weights.merge_adapter
+    return open_checkpoint(path, revision, weights=weights, adapter=adapter)
 
 
 def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
@@ -110,16 +116,26 @@ def build(
     backend = backends.get(recipe.backend.name)
     prepare = None if graphs_only else backend.preparation(recipe)
     with staging(out) as folder, _collector_paused():
-        from kvexport.export import stages
-        from kvexport.export.texts import copy_texts
-        from kvexport.export.vision import read_vision
+        from kvexport.export.texts import check_generation, copy_texts
 
         with progress("reading the checkpoint", None):
-            shape = read_model(recipe)
+            checkpoint = _checkpoint_of(recipe)
+            read = checkpoint.facts()
+
+        def texts() -> bytes:
+            copy_texts(checkpoint, folder)
+            return b""
+
+        # Another core loads and tries the tokenizer while this one imports torch and transformers, which takes seconds.
+        with forked(texts) as copied, progress("reading the model", None):
+            from kvexport.export import stages
+            from kvexport.export.vision import read_vision
+
+            shape = read_model(recipe, checkpoint)
             if plan is not None:
                 shape = shape._replace(plan=plan)
-            copy_texts(shape.checkpoint, folder, stages.vocabulary_of(shape))
-            read = shape.checkpoint.facts()
+            copied()
+            check_generation(checkpoint, stages.vocabulary_of(shape))
             vision = read_vision(shape, recipe) if shared is None else ""
         specs = stages.choose_weights(shape, recipe, progress, vision)
         if not isinstance(vision, str) and vision.spec.cut == "patches":
@@ -131,9 +147,9 @@ def build(
             manifest = replace(manifest, divergence=divergence)
         if prepare is not None:
             manifest = prepare(folder, manifest, progress)
-        if shape.checkpoint.facts() != read:  # new weights would be in an artifact with the fingerprint of the old
+        if checkpoint.facts() != read:  # new weights would be in an artifact with the fingerprint of the old
             raise UsageError(
-                f"the checkpoint {shape.checkpoint.path} was rewritten while it was built",
+                f"the checkpoint {checkpoint.path} was rewritten while it was built",
                 "build again when nothing writes it any more",
             )
         write_manifest(folder, manifest.to_json(), known=traced.written.digests)

@@ -23,17 +23,24 @@ GENERATION = "generation_config.json"
 _MOST_STOPS = 64  # stop strings, each compared with the text after every token; kvexport serve has the same bound
 
 
-def copy_texts(checkpoint: Checkpoint, folder: Path, vocabulary: int) -> None:
-    """Copy tokenizer files, chat template and JSON files of a checkpoint into the staging folder, and load them."""
+def copy_texts(checkpoint: Checkpoint, folder: Path) -> None:
+    """Copy tokenizer files, chat template and JSON files of a checkpoint into the staging folder, and load them.
+
+    `check_generation` checks the generation settings, for which the model has to be known.
+    """
     for source in checkpoint.texts:
         shutil.copyfile(source, folder / source.name)
     (folder / "config.json").write_text(json.dumps(checkpoint.config, indent=2))
-    present = (checkpoint.path / GENERATION).is_file()
-    generation = checkpoint.generation_config if present else _in_config(checkpoint.config)
-    if generation:
+    if generation := _generation(checkpoint)[1]:
         (folder / GENERATION).write_text(json.dumps(generation, indent=2))
-        _check_generation(checkpoint.path / (GENERATION if present else "config.json"), generation, vocabulary)
     _check_tokenizer(checkpoint.path, folder, read_json(checkpoint.path / OLDER))
+
+
+def _generation(checkpoint: Checkpoint) -> tuple[Path, dict[str, Any]]:
+    """Return the file that has a checkpoint's generation settings, and the settings."""
+    if (checkpoint.path / GENERATION).is_file():
+        return checkpoint.path / GENERATION, checkpoint.generation_config
+    return checkpoint.path / "config.json", _in_config(checkpoint.config)
 
 
 def _in_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,9 +52,12 @@ def _in_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: x[key] for x in sections for key in GENERATION_KEYS if x.get(key) is not None}
 
 
-def _check_generation(file: Path, config: dict[str, Any], vocabulary: int) -> None:
+def check_generation(checkpoint: Checkpoint, vocabulary: int) -> None:
     from kvexport.language.settings import GenerationSettings
 
+    file, config = _generation(checkpoint)
+    if not config:
+        return
     rest = ", or remove it: without it the settings are those of kvexport generate --help"
     mend = f"correct {file}{rest if file.name == GENERATION else ''}"
     try:

@@ -8,6 +8,7 @@ renders and encodes a few conversations in the child process.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -16,7 +17,8 @@ from pathlib import Path
 
 from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
 
-_SECONDS = 10  # of processor time; the clock allows three times as much
+_SECONDS = 10  # of processor time, which a busy machine does not use up
+_MOST_WAITING_SECONDS = 600  # for a process that waits and does not compute
 _BYTES = 2 << 30  # of address space
 _TOO_MUCH = "they take too much memory"
 _LONGEST = 100_000  # tokens; the conversations below have some hundred characters
@@ -34,13 +36,15 @@ _TEXTS = ("", "Hello, world! 123", "ab " * 300, "\u00e9\u4e2d\U0001f600 \n\t")
 
 
 def try_texts(folder: Path) -> None:
-    command = [sys.executable, "-m", __name__, str(folder.resolve())]
+    command = [sys.executable, "-m", __name__, str(folder.resolve()), str(_SECONDS)]
     root = str(Path(__file__).resolve().parents[2])
     environment = {"PATH": "", "PYTHONPATH": ":".join([root, *sys.path]), "TOKENIZERS_PARALLELISM": "false"}
     try:
-        child = subprocess.run(command, capture_output=True, text=True, timeout=3 * _SECONDS, env=environment, cwd="/")
+        child = subprocess.run(
+            command, capture_output=True, text=True, timeout=_MOST_WAITING_SECONDS, env=environment, cwd="/"
+        )
     except subprocess.TimeoutExpired:
-        reason = f"they take longer than {3 * _SECONDS} seconds"
+        reason = f"they do not end within {_MOST_WAITING_SECONDS} seconds"
     else:
         if child.returncode == 0:
             return
@@ -50,8 +54,10 @@ def try_texts(folder: Path) -> None:
                 f"not enough memory to try the tokenizer: the limit on address space is {limit} bytes",
                 f"ulimit -v {_BYTES >> 10}, or more",
             )
-        signal = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
-        reason = words or f"the process that tried them ended by {signal}"
+        end = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
+        reason = words or f"the process that tried them ended by {end}"
+        if child.returncode == -signal.SIGXCPU:
+            reason = f"they take longer than {_SECONDS} seconds of processor time"
     raise UsageError(
         f"the tokenizer or the chat template of {folder} cannot be used for short texts: {reason}",
         "take these files from the model's original repository",
@@ -86,11 +92,17 @@ def _try(folder: Path) -> str:
 def _main() -> None:
     import resource
 
-    limits = ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, _SECONDS), (resource.RLIMIT_AS, _BYTES))
-    for kind, limit in limits:
+    # Below the hard limit, at which it kills without a reason, the system sends SIGXCPU.
+    seconds = int(sys.argv[2])
+    limits = (
+        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_CPU, seconds, seconds + 1),
+        (resource.RLIMIT_AS, _BYTES, _BYTES),
+    )
+    for kind, soft, most in limits:
         hard = resource.getrlimit(kind)[1]  # which this process cannot raise
-        least = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (least, least))
+        hard = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (min(soft, hard), hard))
     try:
         problem = _try(Path(sys.argv[1]))
     except KvexportError as error:

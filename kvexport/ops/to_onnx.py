@@ -6,6 +6,7 @@ A step is skipped only if it does not change the result.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -76,6 +77,7 @@ def _translate(exported: ExportedProgram, translations: Mapping[Any, Any], names
         aten.__or__.Tensor: _or,
         aten.min.other: _least,
         aten.square.default: _square,
+        aten.erfinv.default: _erfinv,
     }
     program = torch.onnx.export(
         exported,
@@ -139,3 +141,20 @@ def _square(x: Any) -> Any:
     from onnxscript import opset23 as op
 
     return op.Mul(x, x)
+
+
+def _erfinv(x: Any) -> Any:
+    """Return the inverse error function in float32: Winitzki's approximation, and two of Newton's steps.
+
+    Gemma 3n computes it of a constant, so that the optimizer folds all of it.
+    """
+    from onnxscript import opset23 as op
+
+    shape, log = 0.147, op.Log(op.Sub(1.0, op.Mul(x, x)))
+    half = op.Add(2 / (math.pi * shape), op.Mul(log, 0.5))
+    root = op.Sqrt(op.Sub(op.Mul(half, half), op.Mul(log, 1 / shape)))
+    y = op.Mul(op.Sign(x), op.Sqrt(op.Relu(op.Sub(root, half))))
+    for _ in range(2):
+        slope = op.Mul(op.Exp(op.Mul(y, y)), math.sqrt(math.pi) / 2)
+        y = op.Sub(y, op.Mul(op.Sub(op.Erf(y), x), slope))
+    return y

@@ -12,7 +12,7 @@ from kvexport.engine.load import load
 from kvexport.engine.request import Request
 from kvexport.errors import UsageError
 from kvexport.export.model.checkpoint import read_checkpoint
-from kvexport.export.texts import copy_texts
+from kvexport.export.texts import check_generation, copy_texts
 from tests.export.test_checkpoint import COMMIT, edit_index, make_sharded, make_single, refusal
 
 SHARD, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json"
@@ -118,7 +118,7 @@ def test_generation_settings_without_a_meaning_are_refused(tmp_path: Path, case:
     (folder / GENERATION).write_text(text)
     (tmp_path / "stage").mkdir()
     with pytest.raises(UsageError) as caught:
-        copy_texts(read_checkpoint(folder), tmp_path / "stage", vocabulary=64)
+        check_generation(read_checkpoint(folder), vocabulary=64)
     assert words in caught.value.problem and str(folder / GENERATION) in caught.value.problem
     assert len(caught.value.problem) < 1000 and "\n" not in caught.value.problem
 
@@ -154,7 +154,8 @@ def test_a_request_with_extreme_settings_of_the_checkpoint_ends(
     folder = make_single(tmp_path / "checkpoint")
     (folder / GENERATION).write_text(json.dumps(TAKEN[case]))
     (tmp_path / "stage").mkdir()
-    copy_texts(read_checkpoint(folder), tmp_path / "stage", vocabulary=64)
+    copy_texts(read_checkpoint(folder), tmp_path / "stage")
+    check_generation(read_checkpoint(folder), vocabulary=64)
     copied = json.loads((tmp_path / "stage" / GENERATION).read_text())
     before = engine.generate("abc", max_new_tokens=5)[0].token_ids
     monkeypatch.setattr(engine, "generation_config", copied)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from transformers import Gemma3nTextConfig, Gemma4TextConfig
 
@@ -61,6 +62,22 @@ def test_drafts_in_chunks_and_a_window_give_the_logits_of_transformers(checkpoin
     likely = models.hugging_face_logits(checkpoint, [read])[0].argmax(-1)
     assert len(drafted) == 24
     assert list(drafted) == likely[len(repeating) - 1 : -1].tolist()
+
+
+def test_a_layer_with_sparse_activations_gives_the_logits_of_transformers(tmp_path: Path) -> None:
+    """The share of activations that Gemma 3n keeps is a constant that goes through the inverse error function."""
+    config = Gemma3nTextConfig(
+        **SIZES, altup_num_inputs=2, laurel_rank=8, activation_sparsity_pattern=[0.95, 0.5, 0.0, 0.0, 0.8]
+    )
+    checkpoint = models.save_checkpoint(tmp_path / "checkpoint", config)
+    recipe = recipe_for(checkpoint, export={"logits": "all", "prefill_chunk": 32})
+    artifact = build(recipe, tmp_path / "artifact")
+    ids = models.random_ids(0, 90, 60)
+    own = models.given_tokens_logits(load(artifact), ids, (50, 20))
+    for mine, right in zip(own, models.hugging_face_logits(checkpoint, ids), strict=True):
+        np.testing.assert_allclose(mine, right, atol=1e-4 * np.abs(right).max())
+    graph = onnx.load(str(artifact / "decoder.onnx"), load_external_data=False)
+    assert not {"Erf", "Log"} & {node.op_type for node in graph.graph.node}  # all of it is folded
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {

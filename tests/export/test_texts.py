@@ -12,7 +12,8 @@ from kvexport.artifact.reading import load_manifest
 from kvexport.errors import UsageError
 from kvexport.export.build import build
 from kvexport.export.model.checkpoint import TOKENIZER_FILES, read_checkpoint
-from kvexport.export.texts import copy_texts
+from kvexport.export.texts import check_generation, copy_texts
+from kvexport.language import text_trial
 from kvexport.language.chat import read_json
 from kvexport.language.settings import GenerationSettings
 from tests.support.artifacts import beside
@@ -31,7 +32,8 @@ def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
 
 def copied(checkpoint: Path, folder: Path) -> None:
     folder.mkdir()
-    copy_texts(read_checkpoint(checkpoint), folder, vocabulary=64)
+    copy_texts(read_checkpoint(checkpoint), folder)
+    check_generation(read_checkpoint(checkpoint), vocabulary=64)
 
 
 def generation(**settings: object) -> Callable[[Path], object]:
@@ -101,6 +103,19 @@ def test_texts_that_an_engine_could_not_use_are_refused(checkpoint: Path, tmp_pa
     assert message in caught.value.problem
     assert str(checkpoint) in caught.value.problem and str(checkpoint) in caught.value.fix
     assert "stage" not in str(caught.value)
+
+
+def test_the_trial_of_a_tokenizer_is_limited_by_processor_time_and_not_by_the_clock(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_trial, "_SECONDS", 3)
+    monkeypatch.syspath_prepend(tmp_path)
+    start = tmp_path / "sitecustomize.py"  # what the process runs first
+    start.write_text("import time\ntime.sleep(10)\n")  # a machine that gives it no processor
+    copied(checkpoint, tmp_path / "stage")
+    start.write_text("import threading\nthreading.Thread(target=lambda: [None for _ in iter(int, 1)]).start()\n")
+    with pytest.raises(UsageError, match="longer than 3 seconds of processor time"):
+        copied(checkpoint, tmp_path / "another")
 
 
 @pytest.mark.parametrize(

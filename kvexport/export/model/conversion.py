@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -35,15 +35,17 @@ from transformers.core_model_loading import (
 )
 
 from kvexport.errors import UsageError
-from kvexport.export.hooks.experts import Layout, expert_layouts, expert_modules
-from kvexport.export.model.tensors import Array, PackedExperts, Source, dense_values
-from kvexport.tensor_files.casting import read_rows
-from kvexport.tensor_files.shards import TensorEntry
+from kvexport.export.hooks.attention import output_projection
+from kvexport.export.hooks.experts import Layout, expert_layouts
+from kvexport.export.model.tensors import Array, Checkpoint, PackedExperts, Source, dense_values
+from kvexport.tensor_files.casting import STORED, load_tensor, read_rows
+from kvexport.tensor_files.shards import TensorEntry, some_names
 
 Stored = TensorEntry | Source
 PLAIN = Layout(transposed=False, interleaved=False)
 _SHOWN = 3  # the most names of missing tensors in an error message
-_ROUTER = re.compile(r"\.(gate|router)\.")
+# Buffers that older versions of transformers stored, which its own lists name for some models alone
+_HARMLESS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$")
 
 
 @dataclass(frozen=True)
@@ -256,23 +258,58 @@ def require_experts(named: Mapping[str, Sequence[str]], experts: int, parameter:
         )
 
 
-def refuse_other_router(model: Any, tensors: Iterable[str]) -> None:
-    """Raise UsageError if routers in the checkpoint have tensors that the model's routers lack, such as a bias."""
-    experts = [(prefix, module) for prefix, module in expert_modules(model) if any(True for _ in module.parameters())]
-    parents = {prefix.rpartition(".")[0]: module for prefix, module in experts}
-    rules = get_model_conversion_mapping(model) if parents else []
+def refuse_unexpected(model: Any, checkpoint: Checkpoint) -> list[str]:
+    """Raise UsageError if a checkpoint has tensors of the decoder that the model lacks, such as a bias or a layer.
+
+    Such weights belong to another config.json, and a model without them computes something else. What transformers
+    knows as harmless is ignored, and so are biases of zeros, integers and scales of a quantizer.
+
+    Returns:
+        The names of tensors outside the decoder that the model has no part for, such as the head of a reward model.
+    """
+    rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     parameters: Any = dict(model.named_parameters(remove_duplicate=False))
-    for tensor in tensors if parents else ():
-        if not _ROUTER.search(tensor):
-            continue
+    known = {*parameters, *dict(model.named_buffers()), *getattr(model, "unread_parameters", ())}
+    modules, head = dict(model.named_modules(remove_duplicate=False)), output_projection(model)
+    whole, text = model.get_decoder(), model.config.get_text_config()
+    decoder = next((name for name, module in modules.items() if module is whole), "")
+    ignored = re.compile("|".join([*_HARMLESS, *(model._keys_to_ignore_on_load_unexpected or ()), *_drafts(text)]))
+    unexpected, outside = [], []
+    tensors: dict[str, Stored] = {**checkpoint.tensors, **checkpoint.computed}
+    for tensor, stored in tensors.items():
         name, _ = rename_source_key(tensor, renamings, converters, str(model.base_model_prefix), parameters)
-        block, router, _ = _ROUTER.split(name, maxsplit=1) if _ROUTER.search(name) else ("", "", "")
-        if block in parents and name not in parameters:
-            kind = type(model.get_submodule(block)).__name__
-            raise UsageError(
-                f"the checkpoint has a tensor {tensor!r}, which the router '{block}.{router}' of {kind} does not have: "
-                f"the weights belong to a router of another type than config.json's model_type",
-                "use the config.json that belongs to these weights",
-            )
+        if name in known or ignored.search(name) or ignored.search(tensor):
+            continue
+        parent, _, last = name.rpartition(".")
+        while parent not in modules:
+            parent = parent.rpartition(".")[0]
+        inside = parent == decoder or parent.startswith(f"{decoder}.") or modules[parent] is head
+        if not parent or not inside:
+            outside.append(tensor)
+        elif not _without_effect(stored, last, quantized="quantization_config" in checkpoint.config):
+            unexpected.append(tensor)
+    if unexpected:
+        raise UsageError(
+            f"the checkpoint has {len(unexpected)} tensors that a {text.model_type} of its config.json does not have, "
+            f"and without which it would compute something else: {some_names(unexpected)}",
+            "use the config.json that belongs to these weights (it announces biases, norms, routers and the number of "
+            "layers)",
+        )
+    return outside if model.config is text and "text_config" not in checkpoint.config else []
+
+
+def _drafts(text: Any) -> list[str]:
+    """Return a pattern of the layers for multi-token prediction that follow the layers of a text decoder."""
+    count, first = getattr(text, "num_nextn_predict_layers", None) or 0, text.num_hidden_layers
+    return [rf"(^|\.)layers\.({'|'.join(str(first + i) for i in range(count))})\."] if count else []
+
+
+def _without_effect(stored: Stored, last: str, *, quantized: bool) -> bool:
+    if quantized and last not in ("weight", "bias"):  # scales that a quantizer wrote, such as those of a cache
+        return True
+    if not isinstance(stored, TensorEntry):
+        return False
+    # Masks were once stored as integers. Some quantizers write a bias of zeros for each projection.
+    return stored.dtype not in STORED or (last == "bias" and not load_tensor(stored, "float32").any())

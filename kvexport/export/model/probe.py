@@ -197,10 +197,13 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _keep_read(model: Any, reads: _Reads) -> None:
+    """Remove the parameters that a forward pass does not read, and keep their names in `model.unread_parameters`."""
+    unread = {name for name, x in model.named_parameters(remove_duplicate=False) if id(x) not in reads.ids}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in reads.ids:
                 module._parameters[name] = None
+    model.unread_parameters = unread
 
 
 def _refuse_other_inputs(model: Any) -> None:

@@ -16,7 +16,7 @@ from kvexport.export.graph.tracer import initializer_names
 from kvexport.export.hooks.attention import output_projection
 from kvexport.export.hooks.experts import chosen_shares, expert_layouts
 from kvexport.export.hooks.latent import expansion_weights
-from kvexport.export.model.conversion import PLAIN, Assembled, assembled_parameters, refuse_other_router, why_floats
+from kvexport.export.model.conversion import PLAIN, Assembled, assembled_parameters, refuse_unexpected, why_floats
 from kvexport.export.model.hf_model import parameter_sources
 from kvexport.export.model.tensors import Checkpoint, Dense, Source
 from kvexport.export.weights.computed import ComputedSpec
@@ -24,7 +24,7 @@ from kvexport.export.weights.nbits import NBits, nbits_specs
 from kvexport.export.weights.quantize import Rounded, fitting_group
 from kvexport.export.weights.write import Spec, TensorSpec, check_specs, total_bytes
 from kvexport.ops.packed import PackedFormat
-from kvexport.tensor_files.shards import TensorEntry
+from kvexport.tensor_files.shards import TensorEntry, some_names
 
 if TYPE_CHECKING:
     from kvexport.recipe.fields import Recipe, WeightsSection
@@ -42,7 +42,6 @@ def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spe
             f"weights.bits is {section.bits}, and the weights of {checkpoint.path} are quantized already",
             "take weights.bits out of the recipe: they are kept as they are",
         )
-    refuse_other_router(model, tensors)
     sources = parameter_sources(model, tensors)
     names = initializer_names(model)
     assembled = assembled_parameters(model, tensors, sources)
@@ -153,6 +152,7 @@ def planned_bytes(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> tuple[i
     Tied weights (one tensor for several parameters) count once.
     """
     if checkpoint.files:
+        refuse_unexpected(model, checkpoint)
         specs = weight_specs(checkpoint, model, recipe)
         total = total_bytes(stored_specs(specs, recipe))
         sizes = {spec.name.removeprefix("model."): spec.nbytes for spec in specs}
@@ -216,6 +216,8 @@ def weight_notes(checkpoint: Checkpoint, model: Any, recipe: Recipe, specs: Sequ
         if isinstance(packing, str):
             floats.setdefault(f"kept in floats, because {packing}", []).append(f"{name} {list(shapes[name])}")
     notes = [*checkpoint.notes, *_each(floats)]
+    if outside := refuse_unexpected(model, checkpoint):
+        notes.append(f"left out, because the decoder has no part for them: {some_names(outside)}")
     if other := [(name, x.group) for name, x in _packed_only(formats.items()).items() if x.group != group]:
         smaller = f"{len(other)} weights, whose groups are smaller: of {other[0][0]} {other[0][1]}"
         notes.append(f"weights.group {group} does not divide the inputs of {smaller}")

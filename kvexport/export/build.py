@@ -129,6 +129,7 @@ def build(
         # Another core loads and tries the tokenizer while this one imports torch and transformers, which takes seconds.
         with forked(texts) as copied, progress("reading the model", None):
             from kvexport.export import stages
+            from kvexport.export.model.conversion import refuse_unexpected
             from kvexport.export.vision import read_vision
 
             shape = read_model(recipe, checkpoint)
@@ -137,7 +138,9 @@ def build(
             copied()
             check_generation(checkpoint, stages.vocabulary_of(shape))
             vision = read_vision(shape, recipe) if shared is None else ""
-        specs = stages.choose_weights(shape, recipe, progress, vision)
+        # A plan of its own is that of a model's first layers, whose checkpoint has the others too.
+        left_out = refuse_unexpected(shape.model, checkpoint) if plan is None else []
+        specs = stages.choose_weights(shape, recipe, progress, vision, left_out)
         if not isinstance(vision, str) and vision.spec.cut == "patches":
             shape = shape._replace(plan=shape.plan.with_rotary_offset())
         traced = stages.trace_and_write(shape, specs, recipe, folder, shared, progress, vision)

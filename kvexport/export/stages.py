@@ -55,6 +55,7 @@ from kvexport.ops.onnx_function import keep_merge_functions
 from kvexport.plan.cache import CachePlan
 from kvexport.plan.planner import cache_notes, selected_plan
 from kvexport.recipe.fields import Recipe
+from kvexport.tensor_files.shards import some_names
 from kvexport.terminal import Progress
 from kvexport.version import __version__
 
@@ -79,7 +80,9 @@ def vocabulary_of(shape: ModelShape) -> int:
     return count
 
 
-def choose_weights(shape: ModelShape, recipe: Recipe, progress: ShowProgress, vision: Vision | str = "") -> list[Spec]:
+def choose_weights(
+    shape: ModelShape, recipe: Recipe, progress: ShowProgress, vision: Vision | str, left_out: Sequence[str]
+) -> list[Spec]:
     """Return the specs of an artifact's weights (copied, cast or rounded), and show notes for the user."""
     chosen = weight_specs(shape.checkpoint, shape.model, recipe)
     specs, config = stored_specs(chosen, recipe), shape.model.config
@@ -90,6 +93,8 @@ def choose_weights(shape: ModelShape, recipe: Recipe, progress: ShowProgress, vi
     elif vision:
         notes.insert(0, f"the text part of {config.model_type} is built, which reads no images: {vision}")
     notes += [*cache_notes(recipe, shape.plan), *weight_notes(shape.checkpoint, shape.model, recipe, chosen)]
+    if left_out:
+        notes.append(f"left out, because the decoder has no part for them: {some_names(left_out)}")
     for note in notes:
         with progress(f"note: {note}", None):
             pass

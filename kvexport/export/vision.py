@@ -369,9 +369,7 @@ class _PatchEncoder(nn.Module):
         self.model, self.names = model, names
         self.most = (spec.window * spec.group) ** 2
         model.base_model.visual.config._attn_implementation = WINDOWS
-        for module in model.base_model.visual.modules():
-            if isinstance(module, nn.Conv2d | nn.Conv3d):  # of whole patches, so that it is a product
-                module.forward = partial(_product, module)  # type: ignore[method-assign]
+        patches_as_products(model.base_model.visual)
 
     def forward(self, pixel_values: Tensor, *inputs: Tensor) -> Tensor:
         given: dict[str, Any] = dict(zip(self.names, inputs, strict=True))
@@ -381,6 +379,13 @@ class _PatchEncoder(nn.Module):
         grid = functional.pad(given["position_ids"].amax(0) + 1, (1, 0), value=1)[None]
         features = self.model.base_model.visual(pixel_values, grid, cu_seqlens=borders, max_seqlen=0, **given)
         return torch.cat([features.pooler_output, *getattr(features, "deepstack_features", ())], -1).float()
+
+
+def patches_as_products(encoder: nn.Module) -> None:
+    """Let an encoder of patches compute its convolutions, each of which covers its whole input, as products."""
+    for module in encoder.modules():
+        if isinstance(module, nn.Conv2d | nn.Conv3d):
+            module.forward = partial(_product, module)  # type: ignore[method-assign]
 
 
 def _product(convolution: nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
@@ -403,9 +408,9 @@ class _Encoder(nn.Module):
 def features_of(model: Any, pixel_values: Tensor, **sizes: Any) -> Tensor:
     """Return the rows [n, hidden] that a model of transformers puts in the places of an image's tokens."""
     features = model.base_model.get_image_features(pixel_values.to(model.dtype), **sizes, return_dict=True)
-    rows = features.pooler_output
-    rows = torch.cat(list(rows)) if isinstance(rows, Sequence) else rows
-    return torch.cat([rows.flatten(0, -2), *getattr(features, "deepstack_features", ())], -1).float()
+    parts = (features.pooler_output, *(getattr(features, "deepstack_features", None) or ()))
+    whole = [torch.cat(list(x)) if isinstance(x, Sequence) else x for x in parts]  # some have a tensor for each image
+    return torch.cat([x.flatten(0, -2) for x in whole], -1).float()
 
 
 def _sample(spec: ImageSpec) -> tuple[dict[str, Tensor], list[dict[int, Any]]]:

@@ -19,7 +19,7 @@ from kvexport.export.hooks.attention import IMPLEMENTATION, ImageRows, TokenLogi
 from kvexport.export.hooks.recurrence import RecurrentCache, recurring
 from kvexport.export.model.hf_model import fix_rotary_frequencies
 from kvexport.export.model.tensors import Checkpoint
-from kvexport.export.vision import features_of
+from kvexport.export.vision import features_of, patches_as_products
 from kvexport.methods.base import Method
 from kvexport.ops.layer_state import layer_merge_cache, layer_read_attention, layer_vote_attention
 from kvexport.ops.vote_attention import VoteAttentionAttributes
@@ -103,6 +103,8 @@ class TorchReference:
             self.model = load_model(checkpoint, recipe, IMPLEMENTATION)
         fix_rotary_frequencies(self.model, recipe.rotary_length)
         self._token_logits, self._images = TokenLogits(self.model), ImageRows(self.model, row_size)
+        if plan.rotary_offset:
+            patches_as_products(self.model.base_model.visual)  # float64 takes products, and no convolutions
         self._layers = layer_list(self.model)[1]
         for module in self.model.modules():
             if isinstance(getattr(module, "inv_freq", None), Tensor):
@@ -183,6 +185,8 @@ class TorchReference:
                 filled[STATE[VOTES].past(i)][:, slots.start : slots.start + used] = 1.0
         lengths = np.full((lanes, 1), tokens, dtype=np.int64)
         ids = np.zeros((lanes, tokens), dtype=np.int64)
+        if self.plan.rotary_offset:
+            filled["image_offsets"] = np.zeros((lanes, 4, tokens), np.int64)
         begin = time.perf_counter()
         self.decode({"input_ids": ids, "query_length": lengths, "past_length": lengths * 0, **filled})
         return time.perf_counter() - begin

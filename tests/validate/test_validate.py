@@ -146,6 +146,16 @@ def test_a_picture_and_text_after_it_are_compared_past_the_budget(with_images: P
     assert short.passed and short.texts[0] == "text" and "images  " in render_text(sections(short))
 
 
+def test_a_picture_with_rotary_positions_of_its_own_is_compared(tmp_path: Path) -> None:
+    """Rows of this model have parts that are added behind the first layers, too."""
+    checkpoint = vision.save_checkpoint("qwen3_vl", tmp_path / "checkpoint")
+    settings = {"cache": {"budget": 16, "sinks": 2, "merge_every": 4}, "export": {"prefill_chunk": 8}}
+    artifact = build(make_recipe(checkpoint, **settings, limits={"max_length": 200}), tmp_path / "artifact")
+    result = validate_artifact(artifact)
+    assert result.passed and result.texts[0] == "an image, then text" and result.first_compared > 0
+    assert any(r.tensor == "image" for r in result.rounding)
+
+
 def test_a_damaged_image_encoder_is_named(with_images: Path, tmp_path: Path) -> None:
     def damage(model: onnx.ModelProto) -> None:
         """Let a layer of the encoder read another layer's weight of the same shape."""

@@ -24,7 +24,7 @@ from kvexport.export.weights.nbits import NBits, nbits_specs
 from kvexport.export.weights.quantize import Rounded, fitting_group
 from kvexport.export.weights.write import Spec, TensorSpec, check_specs, total_bytes
 from kvexport.ops.packed import PackedFormat
-from kvexport.tensor_files.shards import TensorEntry, some_names
+from kvexport.tensor_files.shards import TensorEntry
 
 if TYPE_CHECKING:
     from kvexport.recipe.fields import Recipe, WeightsSection
@@ -216,8 +216,6 @@ def weight_notes(checkpoint: Checkpoint, model: Any, recipe: Recipe, specs: Sequ
         if isinstance(packing, str):
             floats.setdefault(f"kept in floats, because {packing}", []).append(f"{name} {list(shapes[name])}")
     notes = [*checkpoint.notes, *_each(floats)]
-    if outside := refuse_unexpected(model, checkpoint):
-        notes.append(f"left out, because the decoder has no part for them: {some_names(outside)}")
     if other := [(name, x.group) for name, x in _packed_only(formats.items()).items() if x.group != group]:
         smaller = f"{len(other)} weights, whose groups are smaller: of {other[0][0]} {other[0][1]}"
         notes.append(f"weights.group {group} does not divide the inputs of {smaller}")

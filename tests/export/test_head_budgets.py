@@ -37,7 +37,8 @@ def test_equal_shares_of_heads_equal_a_budget_of_the_layer() -> None:
     recipe = recipe_of()
     shape = read_model(recipe)
     reference = TorchReference(shape.checkpoint, shape.plan, shape.geometry, recipe.cache.build_method(), recipe)
-    uncompared: Any = SimpleNamespace(decoded=lambda *_: None, merged=lambda *_: None)
+    text_alone = SimpleNamespace(manifest=SimpleNamespace(images=None))
+    uncompared: Any = SimpleNamespace(engine=text_alone, decoded=lambda *_: None, merged=lambda *_: None)
     outputs = []
     for shares in (None, "[[1, 1.0001], [1, 1]]"):
         reference.plan = plan_cache(recipe_of(shares), shape.geometry)

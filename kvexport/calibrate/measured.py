@@ -94,7 +94,8 @@ def measure(
     if missing:
         from kvexport.calibrate.head_costs import HeadCosts
 
-        device = device_of(shape, length)
+        if (device := device_of(shape, length)) == "cpu":
+            _require_memory(shape, length)
         measurement = HeadCosts(recipe, shape, device)
         about = duration(SECONDS * _parameters(shape) * len(missing))
         where = f"about {about} on two cores that do nothing else" if device == "cpu" else "on the GPU"
@@ -130,22 +131,20 @@ def duration(seconds: float) -> str:
 
 
 def device_of(shape: ModelShape, length: int) -> str:
-    """Return PyTorch's device that calibrates: a GPU that has the memory, otherwise the CPU.
-
-    Raises:
-        EnvironmentProblem: If the CPU has less free memory than a calibration takes.
-    """
+    """Return PyTorch's device that calibrates: a GPU that has the memory, otherwise the CPU."""
     import torch
 
-    need = memory_of(shape, length)
-    if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] >= need:
-        return "cuda"
-    _, available = machine_memory()
+    fits = torch.cuda.is_available() and torch.cuda.mem_get_info()[0] >= memory_of(shape, length)
+    return "cuda" if fits else "cpu"
+
+
+def _require_memory(shape: ModelShape, length: int) -> None:
+    """Raise EnvironmentProblem if less memory is free than a calibration takes."""
+    need, (_, available) = memory_of(shape, length), machine_memory()
     if 0 < available < need:
         raise EnvironmentProblem(
             f"the calibration takes {format_bytes(need)} of memory, and {format_bytes(available)} are free", ""
         )
-    return "cpu"
 
 
 def memory_of(shape: ModelShape, length: int) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
 
 _SECONDS = 10  # of processor time, which a busy machine does not use up
-_MOST_WAITING_SECONDS = 600  # for a process that waits and does not compute
+_MOST_WAITING_SECONDS = 240  # for a process that waits and does not compute
 _BYTES = 2 << 30  # of address space
 _TOO_MUCH = "they take too much memory"
 _LONGEST = 100_000  # tokens; the conversations below have some hundred characters

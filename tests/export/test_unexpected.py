@@ -1,5 +1,6 @@
 """Tensors of a checkpoint that its config.json does not announce are refused by name, unless they have no effect."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,11 @@ def test_tensors_without_an_effect_are_left_out(tmp_path: Path) -> None:
         BIAS: torch.zeros(128),
         f"{LAYER}.self_attn.rotary_emb.inv_freq": torch.ones(8),
         f"{LAYER}.self_attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool),
+        f"{LAYER}.self_attn.rotary_emb.cos_cached": torch.ones(8, 16),
         f"{LAYER}.self_attn.masked_bias": torch.tensor(-1e9),
+        f"{LAYER}.self_attn.k_scale": torch.ones(1),
+        f"{LAYER}.mlp.bias": torch.ones(1, 1, 8, 8),
+        "model.mtp_layers.0.input_proj.weight": torch.ones(64, 128),
         "model.position_ids": torch.arange(8)[None],
     }
     assert not outside(checkpoint_with(tmp_path, harmless))
@@ -73,3 +78,16 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
     config.num_nextn_predict_layers = 0
     with pytest.raises(UsageError, match="eh_proj"):
         outside(checkpoint_with(tmp_path / "announced", drafted, config))
+
+
+def test_a_quantizers_scales_are_left_out_but_those_of_activations(tmp_path: Path) -> None:
+    """AWQ divides the outputs of some activations by scales of their own."""
+    for name, refused in (("input_scale", False), ("scales", True)):
+        recipe = checkpoint_with(tmp_path / name, {f"{LAYER}.mlp.gate_proj.{name}": torch.ones(1)})
+        shape = read_model(recipe)
+        packed = dataclasses.replace(shape.checkpoint, computed={"model.norm.weight": None})
+        if not refused:
+            assert not refuse_unexpected(shape.model, packed)
+            continue
+        with pytest.raises(UsageError, match=r"gate_proj\.scales"):
+            refuse_unexpected(shape.model, packed)

@@ -44,8 +44,15 @@ from kvexport.tensor_files.shards import TensorEntry, some_names
 Stored = TensorEntry | Source
 PLAIN = Layout(transposed=False, interleaved=False)
 _SHOWN = 3  # the most names of missing tensors in an error message
-# Buffers that older versions of transformers stored, which its own lists name for some models alone
-_HARMLESS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$")
+# Buffers that older versions of transformers stored, which its own lists name for some models alone; scales of a cache
+# of FP8; and layers of multi-token prediction
+_HARMLESS = (
+    r"rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)$",
+    r"(^|\.)position_ids$",
+    r"\.masked_bias$",
+    r"\.(k|v|q|prob)_scale$",
+    r"(^|\.)mtp(_\w+)?\.",
+)
 
 
 @dataclass(frozen=True)
@@ -274,7 +281,7 @@ def refuse_unexpected(model: Any, checkpoint: Checkpoint) -> list[str]:
     known = {*parameters, *dict(model.named_buffers()), *getattr(model, "unread_parameters", ())}
     modules, head = dict(model.named_modules(remove_duplicate=False)), output_projection(model)
     whole, text = model.get_decoder(), model.config.get_text_config()
-    decoder = next((name for name, module in modules.items() if module is whole), "")
+    decoder = next((name for name, module in modules.items() if module is whole), "") or str(model.base_model_prefix)
     ignored = re.compile("|".join([*_HARMLESS, *(model._keys_to_ignore_on_load_unexpected or ()), *_drafts(text)]))
     unexpected, outside = [], []
     tensors: dict[str, Stored] = {**checkpoint.tensors, **checkpoint.computed}
@@ -288,7 +295,7 @@ def refuse_unexpected(model: Any, checkpoint: Checkpoint) -> list[str]:
         inside = parent == decoder or parent.startswith(f"{decoder}.") or modules[parent] is head
         if not parent or not inside:
             outside.append(tensor)
-        elif not _without_effect(stored, last, quantized="quantization_config" in checkpoint.config):
+        elif not _without_effect(stored, last, quantized=bool(checkpoint.computed)):
             unexpected.append(tensor)
     if unexpected:
         raise UsageError(
@@ -307,9 +314,12 @@ def _drafts(text: Any) -> list[str]:
 
 
 def _without_effect(stored: Stored, last: str, *, quantized: bool) -> bool:
-    if quantized and last not in ("weight", "bias"):  # scales that a quantizer wrote, such as those of a cache
+    # A quantizer wrote scales, such as those of inputs. AWQ's "scales" divide the outputs of activations, too.
+    if quantized and last not in ("weight", "bias", "scales", "sinks"):
         return True
     if not isinstance(stored, TensorEntry):
         return False
-    # Masks were once stored as integers. Some quantizers write a bias of zeros for each projection.
-    return stored.dtype not in STORED or (last == "bias" and not load_tensor(stored, "float32").any())
+    # Causal masks [1, 1, n, n] were once stored as a "bias", some as integers. Some quantizers write a bias of zeros
+    # for each projection.
+    mask = len(stored.shape) == 4 and stored.shape[:2] == (1, 1)
+    return stored.dtype not in STORED or (last == "bias" and (mask or not load_tensor(stored, "float32").any()))

@@ -540,6 +540,35 @@ def length_figure() -> str:
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 
 
+def ruler(name: str) -> str:
+    """Return the table of RULER's scores of a model, with the mean's interval, by setting."""
+    result = load(f"ruler-{name}")
+    tasks = [key for key in result["rows"][0] if key not in ("setting", "bytes", "mean")]
+    lines = []
+    for row in sorted(result["rows"], key=lambda row: -row["mean"][0]):
+        label, _, slots = row["setting"].partition("/")
+        method, _, dtype = label.partition(":cache.dtype=")
+        words = "full cache" if method == "full" else "default" if method == "default" else f"`{method}`"
+        shown_name = ", ".join(filter(None, [words, slots and f"{slots} slots", dtype or "float32"]))
+        value, low, high = row["mean"]
+        scores = [f"{row[task][0]:.2f}" for task in tasks]
+        lines.append((shown_name, f"{row['bytes'] / 1e6:.1f}", f"{value:.2f} [{low:.2f}, {high:.2f}]", *scores))
+    return table(("cache", "MB", "mean of six tasks", *(f"`{task}`" for task in tasks)), *lines)
+
+
+def vision_merge() -> str:
+    """Return the KL to the full cache of questions about images and texts, by prompt, budget and method."""
+    rows = {(row["prompt"], row["parts"], row["method"]): row for row in load("vision-merge")["rows"]}
+    methods_of, lines = ("ballot", "keepkv", "h2o"), []
+    for prompt, parts in sorted({key[:2] for key in rows if key[2] != "full"}):
+        cells = [rows.get((prompt, parts, method)) for method in methods_of]
+        full, ballot = rows[prompt, 1, "full"], rows[prompt, parts, "ballot"]
+        kl = [f"{cell['image kl'][0]:.2f}, {cell['text kl'][0]:.3f}" if cell else "" for cell in cells]
+        right = f"{full['image right'][0]:.2f}, {ballot['image right'][0]:.2f}"
+        lines.append((prompt, f"1/{parts}, {ballot['slots']} slots", *kl, right))
+    return table(("prompt", "budget", *(f"`{x}`" for x in methods_of), "right about the image: full, `ballot`"), *lines)
+
+
 def tables() -> dict[str, str]:
     """Return every table by its mark."""
     texts = {"methods": methods(), "fields of a recipe": fields()}
@@ -548,7 +577,8 @@ def tables() -> dict[str, str]:
         texts[f"recall {question}"] = recall(2000, known=question == "known")
     texts |= {"listed": listed(), "packed speed": packed_speed(), "packed quality": packed_quality()}
     texts |= {"default quality": default_quality(), "budget kinds": budget_kinds()}
-    texts |= {"calibration cost": calibration_cost()}
+    texts |= {"calibration cost": calibration_cost(), "ruler qwen": ruler("qwen2.5-coder-1.5b")}
+    texts |= {"vision merge": vision_merge()}
     texts |= {"quantized budgets": quantized_budgets(), **decoder_tables()}
     texts |= {f"once {task}": once(task) for task in ("text", "codes")}
     for recipe, figures in FIGURES.items():

@@ -177,10 +177,8 @@ class ImageRows:
         # [B, T]: for each token the row that replaces its embedding; 0 for none. None replaces no embedding.
         self.places: Tensor | None = None
         self.hidden = model.config.get_text_config().hidden_size
-        self.size, self.deep = (
-            size,
-            max(0, size // self.hidden - 1),
-        )  # numbers of a row, and layers that add some of them
+        self.size = size
+        self.deep = max(0, size // self.hidden - 1)  # layers that add some numbers of a row
         model.get_input_embeddings().register_forward_hook(self._put)
         for i, layer in enumerate(model.base_model.language_model.layers[: self.deep] if self.deep else ()):
             layer.register_forward_hook(partial(self._add, i + 1))

@@ -11,7 +11,8 @@ compressed before its question is known; with --known the whole prompt is read f
 (`cache.merge_prompts: end`). `default` has measured budgets of KV heads; the other methods have as many slots in every
 head. A method may have settings, as in full:cache.dtype=int8 and default:cache.dtype=int8.
 
-In the tasks with several needles, --questions of them are asked of copies of the cache, so that the text is read once.
+In the tasks with several needles, --questions of them are asked of copies of the cache, so that the text is read once,
+and the answers to eight questions are decoded as one batch.
 The score is RULER's: the share of the true answers that the generated text contains. Intervals of 95 % come from a
 bootstrap over texts. Scores are kept in --work, so that an interrupted run goes on. The results are
 benchmarks/results/ruler-NAME.json; --name gives the name.
@@ -43,7 +44,16 @@ from kvexport.export.model.gguf_model import cached_texts
 
 TASKS = "niah_single_1,niah_multikey_2,niah_multikey_3,vt,cwe,fwe"
 NEEDLE = re.compile(r"for (\S+) is: (\S+)\.$", re.MULTILINE)
+BATCH = 8  # answers that are decoded at once
 DRAWS = 2000
+
+
+class Asked(NamedTuple):
+    """A text that was read and compressed, if it was read before its question, what follows it, and the answers."""
+
+    read: Any
+    text: str
+    answers: list[str]
 
 
 class Question(NamedTuple):
@@ -104,47 +114,45 @@ def questions_of(after: str, item: Item, row: dict[str, Any], most: int) -> list
     return questions
 
 
+def ids_of(engine: Engine, text: str) -> np.ndarray[Any, Any]:
+    """Return the tokens of a part of a prompt."""
+    assert engine.tokenizer is not None
+    return np.array(engine.tokenizer.encode(text, add_special_tokens=False), np.int64)
+
+
 def contained(said: str, answers: Sequence[str]) -> float:
     """Return RULER's score of a text, the share of the true answers that it contains."""
     return sum(answer.lower() in said.lower() for answer in answers) / len(answers)
 
 
-def answered(engine: Engine, text: str, questions: Sequence[Question], tokens: int, *, known: bool) -> list[float]:
-    """Return the scores of the answers to questions about one text."""
+def answered(engine: Engine, asked: Sequence[Asked], tokens: int) -> list[float]:
+    """Return the scores of the answers to questions, which are decoded as one batch."""
     tokenizer = engine.tokenizer
     assert tokenizer is not None
-    ends, lanes = set(engine.settings().eos_token_ids), engine.lanes(1)
-
-    def ids(part: str) -> np.ndarray[Any, Any]:
-        return np.array(tokenizer.encode(part, add_special_tokens=False), np.int64)
-
-    read = None
-    if not known:
-        lanes.prefill([ids(text)])
-        read = lanes.save(0)
-    scores = []
-    for question in questions:
-        if read is None:
-            lanes.clear()
-            logits = lanes.prefill([ids(text + question.text + question.prefix)])[0]
-        else:
-            lanes.restore(0, read)
-            logits = lanes.prefill([ids(question.text + question.prefix)])[0]
-        answer: list[int] = []
-        # The score counts what the answer contains, so nothing that follows a complete answer can change it.
-        while (score := contained(tokenizer.decode(answer), question.answers)) < 1 and len(answer) < tokens:
-            if (token := int(logits.argmax())) in ends:
-                break
-            answer.append(token)
-            logits = lanes.append([[token]])[0, 0]
-        scores.append(score)
+    ends, lanes = set(engine.settings().eos_token_ids), engine.lanes(len(asked))
+    for lane, (read, _, _) in enumerate(asked):
+        if read is not None:
+            lanes.restore(lane, read)
+    logits = lanes.prefill([ids_of(engine, text) for _, text, _ in asked])
+    answers: list[list[int]] = [[] for _ in asked]
+    scores = [0.0] * len(asked)
+    open_lanes = set(range(len(asked)))
+    while open_lanes:
+        given = logits.argmax(-1).tolist()
+        for lane in list(open_lanes):
+            answers[lane].append(given[lane])
+            scores[lane] = contained(tokenizer.decode(answers[lane]), asked[lane].answers)
+            # The score counts what the answer contains, so nothing that follows a complete answer can change it.
+            if scores[lane] == 1 or len(answers[lane]) == tokens or given[lane] in ends:
+                open_lanes.remove(lane)
+        logits = lanes.append([[token] for token in given])[:, 0]
     return scores
 
 
 def engine_of(setting: str, options: argparse.Namespace, folder: Path) -> Engine:
     """Return an engine of a setting such as "keepkv/512"."""
     label, _, slots = setting.partition("/")
-    common = ["limits.max_batch=1", f"backend.threads={options.threads}"]
+    common = [f"limits.max_batch={BATCH}", f"backend.threads={options.threads}"]
     common += ["cache.merge_prompts=end"] if options.known and label.partition(":")[0] != "full" else []
     default, _, changes = label.partition(":")
     own = list(filter(None, changes.split(","))) if default == "default" else overrides_of(label)
@@ -161,17 +169,26 @@ def engine_of(setting: str, options: argparse.Namespace, folder: Path) -> Engine
 
 def measured(engine: Engine, task: str, items: Sequence[Item], rows: Sequence[Any], options: Any) -> list[list[float]]:
     """Return the scores of the questions about each text of a task."""
-    assert engine.tokenizer is not None
-    scores = []
+    most = options.questions if task.startswith("niah_multikey") else 1
+    asked: list[Asked] = []
+    counts = []
     for item, row in zip(items, rows, strict=True):
         rendered = item.prompt
         if engine.chat_template is not None:
             rendered = engine.chat_template.render([{"role": "user", "content": item.prompt}])
         text, after = parts_of(rendered, item)
-        most = options.questions if task.startswith("niah_multikey") else 1
+        read = None
+        if not options.known:
+            lanes = engine.lanes(1)
+            lanes.prefill([ids_of(engine, text)])
+            read, text = lanes.save(0), ""
         questions = questions_of(after, item, row, most)
-        scores.append(answered(engine, text, questions, item.max_new_tokens, known=options.known))
-    return scores
+        counts.append(len(questions))
+        asked += [Asked(read, text + x.text + x.prefix, x.answers) for x in questions]
+    tokens, scores = items[0].max_new_tokens, []
+    for start in range(0, len(asked), BATCH):
+        scores += answered(engine, asked[start : start + BATCH], tokens)
+    return [[scores.pop(0) for _ in range(count)] for count in counts]
 
 
 def interval(by_task: Sequence[Sequence[Sequence[float]]]) -> list[float]:

@@ -2,7 +2,7 @@
 
     python benchmarks/speed/decoders.py --work DIR --llamacpp DIR [--genai DIR]
                                   [--models qwen3-30b-a3b,gpt-oss-20b,qwen3.5-4b] [--rounds 9]
-                                  [--decode 512] [--prefill 512]
+                                  [--decode 512] [--prefill 512] [--file NAME=FILE.gguf [--openvino DIR]]
 
 Results of models that are not measured again stay.
 
@@ -15,6 +15,10 @@ xllamacpp`. llama.cpp and kvexport read the same GGUF file.
 MXFP4 with accelerate). Its builder reads a checkpoint of the same sizes with random MXFP4 experts, and rounds all
 weights to int4 (groups of 32, accuracy level 4). It takes gpt-oss-20b, and refuses the type of Qwen3-30B-A3B.
 qwen3.5-4b is measured without it, since it has no experts.
+
+--file measures a GGUF file that people have in place of these, with a further side `slots`: kvexport with 512 slots.
+--openvino is the target of `pip install --no-deps --target DIR openvino openvino-genai openvino-tokenizers`; OpenVINO
+GenAI reads the same file, and converts its blocks.
 
 kvexport has a cache of the whole sequence, so nothing is evicted. Every side runs in a process of its own. A figure is
 one block of 32 decoded tokens, or one prompt, the sides in turn. llama.cpp decodes greedily; kvexport gets tokens.
@@ -37,11 +41,14 @@ import gguf
 import numpy as np
 
 from benchmarks.common import earlier, options_of, save, write_tokenizer
-from benchmarks.speed.workers import Run, Worker, engine_run, genai_model, genai_run, in_turn, llamacpp_run, serve
+from benchmarks.speed.workers import (
+    Run, Worker, engine_run, genai_model, genai_run, in_turn, llamacpp_run, openvino_run, serve,
+)  # fmt: skip
 
 THREADS = 2
 VOCABULARY = 8192
 ROOM = 4096  # tokens after the context
+SLOTS = 512  # of the compressed cache beside a file that people have
 KINDS = gguf.GGMLQuantizationType
 GOALS = {"qwen3-30b-a3b": (1.0, 1.5), "gpt-oss-20b": (1.0, 1.5), "qwen3.5-4b": (1.0, None)}
 """Speed of decoding and of a prompt over that of the faster peer."""
@@ -204,9 +211,11 @@ class File:
         self.writer.close()
 
 
-def file_of(name: str, work: Path) -> Path:
-    """Return the GGUF file of a model; it is written if it is missing."""
-    path = work / f"{name}.gguf"
+def file_of(name: str, options: argparse.Namespace) -> Path:
+    """Return the GGUF file of a model; a file of random weights is written if it is missing."""
+    if name not in MODELS:
+        return Path(options.file.partition("=")[2])
+    path: Path = options.work / f"{name}.gguf"
     if not path.exists():
         part = path.with_suffix(".part")
         File(part, MODELS[name]).write()
@@ -255,16 +264,16 @@ def int4_model(name: str, options: argparse.Namespace) -> Path:
     return genai_model(checkpoint, out, options.genai, THREADS, "int4", *settings)
 
 
-def artifact_of(name: str, context: int, options: argparse.Namespace) -> Path:
-    """Return the artifact of a model; it is built if it is missing."""
+def artifact_of(name: str, context: int, options: argparse.Namespace, slots: int = 0) -> Path:
+    """Return the artifact of a model with a full cache, or with `slots`; it is built if it is missing."""
     from kvexport.export.build import build
     from kvexport.recipe.fields import Recipe
 
-    path: Path = options.work / f"{name}-{context}-{options.dtype}"
+    path: Path = options.work / f"{name}-{context}-{options.dtype}{f'-{slots}' if slots else ''}"
     if not path.exists():
         recipe = {
-            "model": {"path": str(file_of(name, options.work)), "dtype": options.dtype},
-            "cache": {"method": "full"},
+            "model": {"path": str(file_of(name, options)), "dtype": options.dtype},
+            "cache": {"method": "ballot", "budget": slots} if slots else {"method": "full"},
             "export": {"prefill_chunk": 512},
             "limits": {"max_length": context + ROOM, "max_batch": 1},
             "backend": {"threads": THREADS},
@@ -277,20 +286,25 @@ def runner(kind: str, side: str, name: str, context: int, options: argparse.Name
     """Return a function that returns the seconds of one decoded token, or of one prompt."""
     ids = np.random.default_rng(0).integers(300, VOCABULARY, context)
     if side == "llamacpp":
-        return llamacpp_run(kind, file_of(name, options.work), ids, THREADS, options.llamacpp)
+        return llamacpp_run(kind, file_of(name, options), ids, THREADS, options.llamacpp)
     if side == "genai":
         return genai_run(kind, int4_model(name, options), ids, context + ROOM)
-    return engine_run(kind, artifact_of(name, context, options), ids)
+    if side == "openvino":
+        return openvino_run(kind, file_of(name, options), ids, THREADS, options.openvino)
+    return engine_run(kind, artifact_of(name, context, options, SLOTS if side == "slots" else 0), ids)
 
 
 def compare(kind: str, name: str, context: int, options: argparse.Namespace) -> dict[str, Any]:
     """Measure all sides in turn."""
-    file_of(name, options.work)
+    file_of(name, options)
     artifact_of(name, context, options)
     peers = ["llamacpp"]
     if options.genai and name in GENAI:
         int4_model(name, options)
         peers.append("genai")
+    if name not in MODELS:
+        artifact_of(name, context, options, SLOTS)
+        peers += ["slots", *(["openvino"] if options.openvino else [])]
     workers = []
     for side in ("kvexport", *peers):
         command = [__file__, *sys.argv[1:], "--run", json.dumps([kind, side, name, context])]
@@ -299,7 +313,10 @@ def compare(kind: str, name: str, context: int, options: argparse.Namespace) -> 
     tokens = 1 if kind == "decode" else context
     own = figures["kvexport"]
     ratios = {peer: [b / a for a, b in zip(own, figures[peer], strict=True)] for peer in peers}
-    goal = GOALS[name][kind == "prefill"]
+    if "slots" in figures:
+        pairs = zip(figures["slots"], figures["llamacpp"], strict=True)
+        ratios["llamacpp_with_slots"] = [b / a for a, b in pairs]
+    goal = GOALS.get(name, (None, None))[kind == "prefill"]
     return {
         "tokens_per_second": {s: round(tokens / statistics.median(x), 1) for s, x in figures.items()},
         "all": {s: [round(tokens / x, 1) for x in each] for s, each in figures.items()},
@@ -319,6 +336,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--decode", type=int, default=512)
     parser.add_argument("--prefill", type=int, default=512)
+    parser.add_argument("--file", default="")
+    parser.add_argument("--openvino", default="")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
@@ -331,8 +350,8 @@ def main() -> None:
     isa = instruction_set(path) if path else "functions"
     results: dict[str, Any] = {"instruction_set": isa, "layers": {x: MODELS[x].layers for x in MODELS}}
     # Other models were measured in other runs.
-    results |= {what: x for what, x in earlier(f"decoders-{isa}").items() if what.split(",")[0] in MODELS}
-    for name in options.models.split(","):
+    results |= {what: x for what, x in earlier(f"decoders-{isa}").items() if ", " in what}
+    for name in [options.file.partition("=")[0]] if options.file else options.models.split(","):
         for kind in ("decode", "prefill"):
             context = getattr(options, kind)
             results[f"{name}, {kind} {context}"] = compare(kind, name, context, options)

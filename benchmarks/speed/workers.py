@@ -184,3 +184,24 @@ def llamacpp_run(kind: str, model: Path, ids: Any, threads: int, packages: str) 
     if kind == "prefill":
         return lambda: float(ask(n_predict=1, cache_prompt=False)["prompt_ms"]) / 1e3
     return lambda: float(ask(cache_prompt=True)["predicted_per_token_ms"]) / 1e3
+
+
+def openvino_run(kind: str, model: Path, ids: Any, threads: int, packages: str) -> Run:
+    """Return a function that returns the seconds of a decoded token (`decode`) of OpenVINO GenAI, or of a prompt."""
+    sys.path.append(packages)
+    import openvino
+    import openvino_genai
+
+    pipeline = openvino_genai.LLMPipeline(str(model), "CPU", INFERENCE_NUM_THREADS=threads)
+    turns = itertools.count()
+
+    def ask(tokens: int) -> Any:
+        prompt = np.roll(ids, next(turns))[None].astype(np.int64)  # a new prompt, since it keeps those that it has read
+        mask = openvino.Tensor(np.ones_like(prompt))
+        asked = openvino_genai.TokenizedInputs(openvino.Tensor(prompt), mask)
+        settings = openvino_genai.GenerationConfig(max_new_tokens=tokens, ignore_eos=True, do_sample=False)
+        return pipeline.generate(asked, settings).perf_metrics
+
+    if kind == "prefill":
+        return lambda: float(ask(1).get_ttft().mean) / 1e3
+    return lambda: float(ask(BLOCK + 1).get_tpot().mean) / 1e3

@@ -21,6 +21,7 @@ from kvexport.plan.memory import MemoryPlan, full_layer_bytes, gpu_bytes
 from kvexport.plan.planner import plan_cache
 from kvexport.recipe.divergence import Divergence
 from kvexport.recipe.fields import MOST, Recipe
+from kvexport.schema.state import SMALL
 from kvexport.terminal import Progress, silent
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def read_model(recipe: Recipe, checkpoint: Checkpoint | None = None, *, weights:
     from kvexport.export.model.config import load_config
     from kvexport.export.model.hf_model import build_fake
     from kvexport.export.model.probe import probe_layers
-    from kvexport.export.model.rotary import read_rotary
+    from kvexport.export.model.rotary import read_key_shifts, read_rotary
     from kvexport.quiet import quiet_exporter
 
     with quiet_exporter():
@@ -54,6 +55,8 @@ def read_model(recipe: Recipe, checkpoint: Checkpoint | None = None, *, weights:
         geometry = layout.geometry
         if recipe.cache.positions == "cache" or recipe.cache.build_method().rotary:
             geometry = read_rotary(model, mode, geometry, cache_positions=recipe.cache.positions == "cache")
+        elif recipe.cache_dtype in SMALL:
+            geometry = read_key_shifts(model, mode, geometry)
     plan = plan_cache(recipe, geometry, *layout[1:])
     if (problem := backend.operator_problem(recipe, "LinearAttention")) and _has_recurrences(plan):
         raise UsageError(*problem)

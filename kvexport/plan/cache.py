@@ -30,6 +30,7 @@ class LayerGeometry:
     value_in_key: bool = False  # whether a value is the first numbers of its key, as a latent is
     # Rotary embedding, read only for methods that rotate keys and for positions in the cache
     rotary: Rotary = field(default_factory=Rotary)
+    key_shift: Rotary | None = None  # read only for a quantized cache: see `LayerCache.key_shift`
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,9 @@ class LayerCache:
     # Whether values are read from the keys, whose first numbers they are. The state tensor `value` then has rows of
     # size 0.
     value_in_key: bool = False
+    # The rotary embedding by which the bias of the key projection is rotated before it is taken off the keys, or None
+    # if keys are stored with it (kvexport/export/hooks/key_shift.py)
+    key_shift: Rotary | None = None
 
     @property
     def kv_heads(self) -> int:

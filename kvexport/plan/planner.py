@@ -92,6 +92,7 @@ def _planned(recipe: Recipe, method: Method, i: int, layer: LayerGeometry, share
         rotary=layer.rotary,
         extra=(*scales_of(recipe.cache_dtype), *method.extra_state),
         value_in_key=layer.value_in_key and _reads_values_from_keys(recipe, method),
+        key_shift=layer.key_shift if recipe.cache_dtype in SMALL else None,
     )
 
 

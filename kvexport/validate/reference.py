@@ -16,6 +16,7 @@ from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.layers import layer_list
 from kvexport.export.graph.tracer import OFFSET, layer_attributes, used_slots
 from kvexport.export.hooks.attention import IMPLEMENTATION, ImageRows, TokenLogits, attending, output_projection
+from kvexport.export.hooks.key_shift import shifted
 from kvexport.export.hooks.recurrence import RecurrentCache, recurring
 from kvexport.export.model.hf_model import fix_rotary_frequencies
 from kvexport.export.model.tensors import Checkpoint
@@ -56,6 +57,7 @@ class _Eager:
             return self._read(self.plan.cache_of(options["reads"]), query, sinks)
         cache = self.plan.cache_of(options["layer"])
         past = self.past[cache]
+        key = shifted(module, key, self.plan.caches[cache].key_shift)
         own, extra = past[: len(STATE)], past[len(STATE) :]
         inputs = (query, key, value, self.position, self.query_length, *own, sinks, *extra)
         result = layer_vote_attention(

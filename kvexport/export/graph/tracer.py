@@ -23,6 +23,7 @@ from kvexport.export.hooks.attention import ImageRows, TokenLogits, attending
 from kvexport.export.hooks.complex_pairs import complex_as_pairs
 from kvexport.export.hooks.experts import ATTRIBUTES as EXPERTS_ATTRIBUTES
 from kvexport.export.hooks.experts import EXPERTS, expert_layouts
+from kvexport.export.hooks.key_shift import shifted
 from kvexport.export.hooks.recurrence import LINEAR_ATTENTION, RecurrentCache, recurring
 from kvexport.images.rows import CallImages
 from kvexport.methods.base import Method
@@ -124,7 +125,7 @@ class _Tracing:
         layer, sinks = self.plan.cache_of(options["layer"]), options.get("s_aux")
         inputs = {
             "query": query,
-            "key": key,
+            "key": shifted(module, key, self.plan.caches[layer].key_shift),
             "value": value,
             "position": self.position,
             "query_length": self.query_length,

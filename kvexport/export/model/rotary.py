@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvexport.errors import UsageError
 from kvexport.export.hooks.attention import attending
+from kvexport.export.hooks.key_shift import key_bias
 from kvexport.export.hooks.latent import is_latent
 from kvexport.export.hooks.recurrence import RecurrentCache, recurring
 from kvexport.methods.primitives.pairs import rotated
@@ -59,13 +60,16 @@ class _Probe:
         self.cosines: list[tuple[Tensor, nn.Module, dict[str, Any]]] = []
         self.latest: _RotaryCall | None = None
         self.layers: dict[int, _RotaryCall | None] = {}
+        self.biased: dict[int, bool] = {}  # whether the layer's keys have a bias
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         if is_latent(module):
             raise _NotRotary("keys are latents, of which only the last numbers are rotated")
         if self.modules and not hasattr(sys.modules[type(module).__module__], APPLY):
             raise _NotRotary(f"{type(module).__name__} rotates keys in code of its own")
-        self.layers[options["layer"]] = self.latest
+        if options["reads"] is None:
+            self.layers[options["layer"]] = self.latest
+            self.biased[options["layer"]] = key_bias(module) is not None
         self.latest = None
         return query.new_empty(*query.shape[:3], value.shape[3])
 
@@ -115,7 +119,7 @@ def read_rotary(
 ) -> list[LayerGeometry]:
     """Return the layers' attention geometry with the rotary embedding of every layer filled in."""
     try:
-        read = _read(model, mode, geometry)
+        _, read = _probed(model, mode, geometry)
         if cache_positions:
             _require_rotary_alone(model, read)
     except _NotRotary as reason:
@@ -135,14 +139,28 @@ def _require_rotary_alone(model: Any, geometry: list[LayerGeometry]) -> None:
         raise _NotRotary("queries are also scaled by their positions")
 
 
-def _read(model: Any, mode: FakeTensorMode, geometry: list[LayerGeometry]) -> list[LayerGeometry]:
+def read_key_shifts(model: Any, mode: FakeTensorMode, geometry: list[LayerGeometry]) -> list[LayerGeometry]:
+    """Return the layers' attention geometry with `key_shift` where keys have a bias that softmax ignores.
+
+    Sink logits and soft caps do not ignore it. Keys are stored with their bias if their rotary embedding is not known.
+    """
+    try:
+        probe, read = _probed(model, mode, geometry)
+    except _NotRotary:
+        return geometry
+    biases = [bias for _, bias in sorted(probe.biased.items())]
+    biased = [bias and not (x.sink_logits or x.softcap) for bias, x in zip(biases, read, strict=True)]
+    return [replace(x, key_shift=y.rotary) if b else x for x, y, b in zip(geometry, read, biased, strict=True)]
+
+
+def _probed(model: Any, mode: FakeTensorMode, geometry: list[LayerGeometry]) -> tuple[_Probe, list[LayerGeometry]]:
     probe = _Probe(model)
     states = RecurrentCache(probe.model_type)
     with probe.watching(model), attending(probe), recurring(model, states), torch.no_grad(), mode:
         tokens = torch.zeros(1, 2, dtype=torch.int64)
         model(input_ids=tokens, position_ids=tokens, **states.as_arguments(model))
     calls = [call for _, call in sorted(probe.layers.items())]
-    return [replace(layer, rotary=_rotary(call)) for layer, call in zip(geometry, calls, strict=True)]
+    return probe, [replace(layer, rotary=_rotary(call)) for layer, call in zip(geometry, calls, strict=True)]
 
 
 @torch.no_grad()

@@ -1,0 +1,54 @@
+"""The shift of keys: a vector that all keys of a KV head share is taken off before a quantized cache stores them.
+
+Some models (Qwen2) add a bias to their keys that is a thousand times larger than what tokens add, in planes that the
+rotary embedding hardly rotates. A quantized cache would spend its few bits on that bias. Softmax ignores a vector that
+is taken off all keys, since it takes the same number off all of a query's logits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvexport.methods.slots import Rotary
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+# The bias is rotated by its token's position. The mean rotation over these positions leaves a plane that turns often
+# near 0, so that nothing is taken off there, and one that turns slowly nearly as it is.
+POSITIONS = 4096
+
+
+def key_bias(module: nn.Module) -> Tensor | None:
+    """Return the bias of an attention module's key projection, or None if it has none."""
+    bias: Tensor | None = getattr(getattr(module, "k_proj", None), "bias", None)
+    return bias
+
+
+def shifted(module: nn.Module, key: Tensor, rotary: Rotary | None) -> Tensor:
+    """Return keys [B, H, T, D] less the mean of the bias of their projection, rotated by `rotary`, over POSITIONS.
+
+    Without `rotary` the keys are returned as they are.
+    """
+    bias = key_bias(module)
+    if rotary is None or bias is None:
+        return key
+    cosine, sine = (torch.tensor(x, dtype=bias.dtype, device=bias.device) for x in mean_rotation(rotary))
+    planes, bias = len(rotary.inverse_frequencies), bias.view(key.shape[1], 1, key.shape[3])
+    plain, rest = bias[..., : 2 * planes], bias[..., 2 * planes :]
+    if rotary.interleaved:
+        x, y = plain[..., ::2], plain[..., 1::2]
+        mean = torch.stack([x * cosine - y * sine, y * cosine + x * sine], -1).flatten(-2)
+    else:
+        x, y = plain[..., :planes], plain[..., planes:]
+        mean = torch.cat([x * cosine - y * sine, y * cosine + x * sine], -1)
+    return key - torch.cat([mean, rest], -1)
+
+
+def mean_rotation(rotary: Rotary) -> tuple[list[float], list[float]]:
+    """Return the mean cosine and the mean sine of each plane's angle over POSITIONS."""
+    angle = np.arange(POSITIONS)[:, None] * np.array(rotary.inverse_frequencies)
+    return np.cos(angle).mean(0).tolist(), np.sin(angle).mean(0).tolist()

@@ -41,7 +41,8 @@ def _remembered(trace: Callable[..., Any]) -> Callable[..., Any]:
         # Only layers that read another layer's cache are traced with its attributes.
         reads = getattr(config.get_text_config(), "num_kv_shared_layers", 0)
         relevant = options if reads else options | {"attributes": ()}
-        key = repr((type(model), config.to_json_string(), parameters, state, plan.cache_positions, relevant))
+        shifts = [cache.key_shift for cache in plan.caches]
+        key = repr((type(model), config.to_json_string(), parameters, state, plan.cache_positions, shifts, relevant))
         if key not in traces:
             traces[key] = trace(model, mode, plan, **options)
         return traces[key].clone()  # the caller changes the graph

@@ -4,10 +4,12 @@
         [--slots 128,256] [--methods default,ballot,keepkv,h2o] [--length 1024] [--threads 1]
 
 `default` is what `kvexport build MODEL --budget SLOTS` makes, with measured budgets; the other methods have as many
-slots in every KV head. The texts are none that a build measures budgets on: two passages of Python's reference manual,
-two of modules of its library, and one of German prose (`benchmarks/texts`). The figures are the KL to the full cache
-over the second half of each text, and the loss of the 24 tokens behind 768, 896 and 1,024 tokens, both in nats per
-token. Intervals of 95 % come from a bootstrap over blocks of 32 positions.
+slots in every KV head. A method may have settings, as in default:cache.dtype=int4 and full:cache.dtype=int8.
+
+The texts are none that a build measures budgets on: two passages of Python's reference manual, two of modules of its
+library, and one of German prose (`benchmarks/texts`). The figures are the KL to the full cache over the second half of
+each text, and the loss of the 24 tokens behind 768, 896 and 1,024 tokens, both in nats per token. Intervals of 95 %
+come from a bootstrap over blocks of 32 positions.
 
 A setting's figures are kept in --work, so that a run which was interrupted goes on. The results are
 benchmarks/results/real-NAME.json; --name gives the name.
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +32,14 @@ from kvexport.engine.engine import Engine
 from kvexport.evaluate.corpus import library_sources, manual
 from kvexport.evaluate.measure import counted_rows
 from kvexport.evaluate.reference import log_softmax
+from kvexport.evaluate.settings import overrides_of
 from kvexport.evaluate.tasks import Sample
 from kvexport.language.tokenizer import Tokenizer
 
 GERMAN = ROOT / "benchmarks" / "texts" / "orgel.txt"
 FULL, DEFAULT = "full", "default"
 BLOCK, DRAWS, NEXT = 32, 2000, 24  # positions of a block, bootstrap draws, tokens behind a prompt
+TEXTS = 5  # read as one batch
 PROMPTS = (0.75, 0.875, 1.0)  # of the length
 
 
@@ -53,9 +57,10 @@ def texts_of(tokenizer: Tokenizer, length: int) -> dict[str, list[int]]:
 
 def engine_of(model: str, setting: str, length: int, threads: int, folder: Path) -> tuple[Engine, float]:
     """Return an engine of a setting such as "keepkv-128", and the seconds that its build took."""
-    method, _, slots = setting.partition("-")
-    fixed = ["export.logits=all", "limits.max_batch=1", f"backend.threads={threads}"]
-    chosen = [] if method == DEFAULT else [f"cache.method={method}"]
+    label, _, slots = setting.partition("-")
+    method, _, changes = label.partition(":")
+    fixed = ["export.logits=all", f"limits.max_batch={TEXTS}", f"backend.threads={threads}"]
+    chosen = list(filter(None, changes.split(","))) if method == DEFAULT else overrides_of(label)
     start = time.perf_counter()
     kvexport.build(
         model,
@@ -68,10 +73,17 @@ def engine_of(model: str, setting: str, length: int, threads: int, folder: Path)
     return kvexport.load(folder, verify=False), time.perf_counter() - start
 
 
-def rows_of(engine: Engine, ids: Sequence[int], prompt: int, counted: Sequence[int]) -> NDArray[np.float32]:
-    """Return the log-probabilities [counted, vocabulary] at some positions of a text; its prompt is read in chunks."""
-    sample = Sample(list(ids), prompt, list(counted))
-    return np.concatenate([log_softmax(rows).astype(np.float32) for _, _, rows in counted_rows(engine, [sample])])
+Figure = Callable[[int, int, NDArray[np.float32]], float]  # of a text, a counted position and its log-probabilities
+Figures = dict[int, NDArray[np.float64]]  # by text a figure for each counted position
+
+
+def each_row(engine: Engine, samples: Sequence[Sample], figure: Figure) -> Figures:
+    """Return a figure of the log-probabilities at the counted positions of texts, which are read as one batch."""
+    found = [np.zeros(len(sample.counted)) for sample in samples]
+    for lane, first, rows in counted_rows(engine, samples):
+        for i, row in enumerate(log_softmax(rows).astype(np.float32), first):
+            found[lane][i] = figure(lane, i, row)
+    return dict(enumerate(found))
 
 
 def measured(engine: Engine, texts: dict[str, list[int]], length: int, reference: Path) -> dict[str, Any]:
@@ -79,22 +91,35 @@ def measured(engine: Engine, texts: dict[str, list[int]], length: int, reference
 
     The full cache's rows are in the folder `reference`, or are written there.
     """
+    names, ids = list(texts), list(texts.values())
+    samples = [Sample(x[:length], len(x[:length]), list(range(length // 2, len(x[:length]) - 1))) for x in ids]
+    files = [reference / f"{name.replace('/', '-')}.npy" for name in names]
+    new, full = not all(file.exists() for file in files), []
+    for file, sample in zip(files, samples, strict=True):
+        shape = (len(sample.counted), engine.manifest.vocabulary)
+        full.append(np.lib.format.open_memmap(file, "w+", np.float32, shape) if new else np.load(file, mmap_mode="r"))
+
+    def divergence(lane: int, i: int, row: NDArray[np.float32]) -> float:
+        if new:
+            full[lane][i] = row
+        whole = full[lane][i]
+        return float((np.exp(whole) * (whole - row)).sum(dtype=np.float64))
+
+    kl = each_row(engine, samples, divergence)
+    losses: dict[int, Figures] = {}
+    for prompt in (round(part * length) for part in PROMPTS):
+        after = [Sample(x[: prompt + NEXT], prompt, list(range(prompt - 1, prompt + NEXT - 1))) for x in ids]
+
+        def loss(lane: int, i: int, row: NDArray[np.float32], prompt: int = prompt) -> float:
+            return -float(row[ids[lane][prompt + i]])
+
+        losses[prompt] = each_row(engine, after, loss)
     figures: dict[str, Any] = {}
-    for name, ids in texts.items():
-        end = min(length, len(ids))
-        rows = rows_of(engine, ids[:end], end, range(end // 2, end - 1))
-        file = reference / f"{name.replace('/', '-')}.npy"
-        if not file.exists():
-            np.save(file, rows)
-        full = np.load(file, mmap_mode="r")
-        kl = np.array([float((np.exp(a) * (a - b)).sum(dtype=np.float64)) for a, b in zip(full, rows, strict=True)])
-        blocks = [float(kl[i : i + BLOCK].mean()) for i in range(0, len(kl) - BLOCK + 1, BLOCK)]
-        losses = {}
-        for prompt in (round(part * length) for part in PROMPTS if part * length + NEXT <= len(ids)):
-            after = rows_of(engine, ids[: prompt + NEXT], prompt, range(prompt - 1, prompt + NEXT - 1))
-            losses[prompt] = float(-after[np.arange(NEXT), ids[prompt : prompt + NEXT]].mean())
-        figures[name] = {"kl": blocks, "loss": losses}
-        print(f"  {name}: KL {np.mean(blocks):.4f}, loss {losses}", flush=True)
+    for lane, name in enumerate(names):
+        blocks = [float(kl[lane][i : i + BLOCK].mean()) for i in range(0, len(kl[lane]) - BLOCK + 1, BLOCK)]
+        behind = {prompt: float(found[lane].mean()) for prompt, found in losses.items()}
+        figures[name] = {"kl": blocks, "loss": behind}
+        print(f"  {name}: KL {np.mean(blocks):.4f}, loss {behind}", flush=True)
     return figures
 
 
@@ -130,10 +155,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
-    settings = [f"{method}-{slots}" for slots in options.slots.split(",") for method in options.methods.split(",")]
+    methods, slots = options.methods.split(","), options.slots.split(",")
+    whole = [method for method in methods if method.startswith(f"{FULL}:")]
+    settings = [*whole, *(f"{method}-{n}" for n in slots for method in methods if method not in whole)]
     rows = []
     for setting in (FULL, *settings):
-        file = options.work / f"{setting}.json"
+        file = options.work / f"{setting.replace(':', '_')}.json"
         if not file.exists():
             print(setting, flush=True)
             engine, seconds = engine_of(

@@ -42,7 +42,15 @@ import numpy as np
 
 from benchmarks.common import earlier, options_of, save, write_tokenizer
 from benchmarks.speed.workers import (
-    Run, Worker, engine_run, genai_model, genai_run, in_turn, llamacpp_run, openvino_run, serve,
+    Run,
+    Worker,
+    engine_run,
+    genai_model,
+    genai_run,
+    in_turn,
+    llamacpp_run,
+    openvino_run,
+    serve,
 )  # fmt: skip
 
 THREADS = 2

@@ -29,7 +29,7 @@ from tests.support.models import (
 
 @pytest.fixture(scope="module")
 def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of Qwen2 whose keys have a bias of 300 in the two planes that turn most slowly, and queries nearly none."""
+    """A model of Qwen2 whose keys, and no queries, have large numbers in the two planes that turn most slowly."""
     folder = save_checkpoint(
         tmp_path_factory.mktemp("biased"),
         Qwen2Config(**SIZES, head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),

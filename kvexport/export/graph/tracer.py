@@ -223,7 +223,8 @@ def trace_decoder(
     """
     decoder = _Decoder(model, plan, attributes, last_logits, row_size).eval()
     deep = decoder.image_rows is not None and decoder.image_rows.deep  # the first layers compute another function
-    layers = find_layers(model, mode) if not plan.attention_layers and not deep else None
+    alike = not plan.attention_layers and not deep and len({cache.key_shift for cache in plan.caches}) == 1
+    layers = find_layers(model, mode) if alike else None
     if layers and len(layers.traced()) < len(plan.caches):
         with contextlib.suppress(UsageError):  # the trace of the whole model below raises the error again
             traced = _trace_some(decoder, mode, plan, layers)

@@ -371,55 +371,6 @@ def budget_kinds() -> str:
     return table((*header, "loss: best published", "`ballot`", "measured"), *lines)
 
 
-def quantized_budgets() -> str:
-    """Return the table of methods in quantized caches that have as many bytes as a float16 cache, beside that cache.
-
-    Each line averages over the texts that all of its methods have.
-    """
-    results = {(r["budget"], r["dtype"], r["method"]): r for r in load("quantized-budgets")["rows"].values()}
-    for name, recipe, group, label in (
-        ("keepkv", "smollm2-135m-base", "methods", "keepkv"),
-        ("ballot", "smollm2-135m-base", "methods", "ballot"),
-        ("listed", "smollm2-135m-listed", "listed", "ballot"),
-        ("heads", "smollm2-135m-heads", "listed", "ballot"),
-    ):
-        if not (RESULTS / f"sweep-{recipe}.json").exists():
-            continue  # not measured yet
-        for row in load(f"sweep-{recipe}")["groups"][group]["rows"]:
-            if row["label"] == label:
-                kl = row["scores"]["text"]["samples"]["kl"]
-                results[row["budget"], "float16", name] = {"slots": row["slots"], "kl": kl}
-    lines = []
-    for budget, dtype in itertools.product((0.05, 0.125, 0.25), ("float16", "int8", "k8v4")):
-        cells = [results.get((budget, dtype, name)) for name in ("keepkv", "ballot", "listed", "heads")]
-        measured = [cell for cell in cells if cell]
-        count = min((len(cell["kl"]) for cell in measured), default=0)
-        kl = [shown(asdict(mean(cell["kl"][:count]))) if cell else "" for cell in cells]
-        if measured:
-            lines.append((BUDGETS[budget], dtype, str(measured[-1]["slots"]), *kl, str(count)))
-    return table(
-        ("budget", "keys and values", "slots", "`keepkv`", "`ballot`", "... of layers", "... of heads", "texts"), *lines
-    )
-
-
-def once(task: str) -> str:
-    """Return the table of contexts that are compressed once.
-
-    For texts it shows the KL of the tokens that follow, for passages the exact answers and the right digits.
-    """
-    rows = [r for r in load("once")["rows"] if r["task"] == task]
-    figures = ("kl",) if task == "text" else ("exact", "digits")
-    cells = {(r["method"], r["divisor"]): [*(shown(r[x]) for x in figures), str(len(r["each"]))] for r in rows}
-    parts = sorted({r["divisor"] for r in rows if r["divisor"] > 1})
-    blank, lines = [""] * (len(figures) + 1), []
-    for method in dict.fromkeys(r["method"] for r in rows):
-        whole = cells.get((method, 1))
-        row_cells = [whole or cells.get((method, part), blank) for part in parts]
-        lines.append((f"`{method}`", *(cell for part in row_cells for cell in part)))
-    counted = "texts" if task == "text" else "passages"
-    return table(("method", *(f"1/{part}, {x}" for part in parts for x in (*figures, counted))), *lines)
-
-
 def calibration_cost() -> str:
     """Return the table of the time and memory that measuring one text takes."""
     names = {"smollm2": "SmolLM2-135M", "1b": "1.1B Llama", "7b": "7B Llama"}
@@ -579,8 +530,7 @@ def tables() -> dict[str, str]:
     texts |= {"default quality": default_quality(), "budget kinds": budget_kinds()}
     texts |= {"calibration cost": calibration_cost(), "ruler qwen": ruler("qwen2.5-coder-1.5b")}
     texts |= {"vision merge": vision_merge()}
-    texts |= {"quantized budgets": quantized_budgets(), **decoder_tables()}
-    texts |= {f"once {task}": once(task) for task in ("text", "codes")}
+    texts |= decoder_tables()
     for recipe, figures in FIGURES.items():
         texts |= {f"{recipe} {task} {figure}": compared(recipe, task, figure) for task, figure in figures}
         if recipe in PAIRED:

@@ -66,7 +66,7 @@ NOT_RUN: dict[str, dict[str, int]] = {
     },
     "it installs a package, or another program": {
         "backends/onnxruntime/operators.py": 1, "export/model/gguf_tokenizer.py": 1, "language/grammar.py": 1,
-        "images/decode.py": 1, "packages.py": 3, "serve/tracing.py": 1, "evaluate/corpus.py": 1,
+        "images/decode.py": 1, "packages.py": 3, "evaluate/corpus.py": 1,
     },
     "it takes the hub or another server on the network": {
         "commands/cached.py": 1, "export/model/hub.py": 5, "export/model/wheel.py": 2,

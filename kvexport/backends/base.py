@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvexport.methods.base import Method
     from kvexport.packages import Package
     from kvexport.recipe.fields import Recipe
-    from kvexport.report.sections import Section
+    from kvexport.report import Section
     from kvexport.terminal import Progress
 
 # A function that opens an ONNX model of one node, given as bytes, with a number of threads. The opened model has the

@@ -19,7 +19,7 @@ from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
 from kvexport.engine.request import DECODING, Bundle, Request
 from kvexport.errors import UsageError
-from kvexport.report.sections import KeyValues, Plot, Section, Series, Table
+from kvexport.report import KeyValues, Section, Table
 
 Show = Callable[[str], AbstractContextManager[Any]]  # shows a line of text while the returned context is open
 WARM_UP = 2  # first decode steps, which are not timed
@@ -139,19 +139,11 @@ def sections(result: Result) -> list[Section]:
     }
     decode = [[r["context"], r["batch"], r["tokens_per_second"], *cells(r["step"])] for r in result.decode]
     prefill = [[r["context"], r["tokens_per_second"], *cells(r["ttft"])] for r in result.prefill]
-    report: list[Section] = [
+    return [
         KeyValues("What was measured", facts),
         Table("Decoding: a step of the batch", ["context", "batch", "tokens/s", *COLUMNS], decode),
         Table("Prompts: until the first token", ["context", "tokens/s", *COLUMNS], prefill),
     ]
-    lines = [
-        Series(f"batch {batch}", [r["context"] for r in rows], [r["step"]["p50"] for r in rows])
-        for batch in result.plan.batches
-        if (rows := [r for r in result.decode if r["batch"] == batch])
-    ]
-    if len(result.plan.contexts) > 1:
-        report.append(Plot("A step of decoding by context", "context, tokens", "milliseconds", lines))
-    return report
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from kvexport.commands.options import ArtifactArgument, BackendOption, HtmlOption, JsonOption
-from kvexport.commands.output import print_result, require_folder, write_page
+from kvexport.commands.options import ArtifactArgument, BackendOption, JsonOption
+from kvexport.commands.output import print_result
 from kvexport.errors import UsageError
 
 
@@ -22,7 +22,6 @@ def bench(
     ] = None,
     backend: BackendOption = None,
     as_json: JsonOption = False,
-    html: HtmlOption = None,
 ) -> None:
     """Measure the latency and throughput of an artifact by batch and context.
 
@@ -32,13 +31,10 @@ def bench(
     from kvexport.engine.load import load
     from kvexport.terminal import show
 
-    require_folder(html)
     plan = Plan(_numbers("--batch", batch), _numbers("--context", context), steps, rounds)
     with show(f"loading {artifact}"):
         engine = load(artifact, backend=backend, threads=threads)
     result = measure(engine, artifact.resolve().name, plan, show)
-    if html is not None:
-        write_page(html, f"Speed of {result.artifact}", result.method, sections(result))
     print_result(as_json, result.to_json, lambda: sections(result))
 
 

@@ -13,7 +13,7 @@ from kvexport.commands.output import print_json, print_result
 from kvexport.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvexport.report.sections import Section
+    from kvexport.report import Section
 
 
 def recipes(context: typer.Context, as_json: JsonOption = False) -> None:
@@ -21,7 +21,7 @@ def recipes(context: typer.Context, as_json: JsonOption = False) -> None:
     if context.invoked_subcommand is not None:
         return
     from kvexport.recipe.listing import list_recipes
-    from kvexport.report.sections import Table
+    from kvexport.report import Table
 
     listed = list_recipes()
     header = ("recipe", "model", "dtype", "method", "budget", "max length", "description")
@@ -58,7 +58,7 @@ def recipes_show(
 
     from kvexport.recipe.listing import list_recipes
     from kvexport.recipe.load import load_recipe
-    from kvexport.report.sections import Table
+    from kvexport.report import Table
 
     path = {info.name: info.path for info in list_recipes()}.get(name, Path(name))
     if not (resolved or origin or as_json or overrides) and path.is_file():
@@ -79,7 +79,7 @@ def recipes_methods(as_json: JsonOption = False) -> None:
     from dataclasses import asdict
 
     from kvexport.recipe.listing import describe_method_parameters
-    from kvexport.report.sections import Paragraph, Table
+    from kvexport.report import Paragraph, Table
 
     methods = describe_method_parameters()
 

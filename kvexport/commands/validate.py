@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvexport.backends.sections import names
-from kvexport.commands.options import ArtifactArgument, HtmlOption, JsonOption
-from kvexport.commands.output import print_result, require_folder, write_page
+from kvexport.commands.options import ArtifactArgument, JsonOption
+from kvexport.commands.output import print_result
 from kvexport.errors import EnvironmentProblem, MismatchError
 
 if TYPE_CHECKING:
@@ -41,13 +41,11 @@ def validate(
         str | None, typer.Option(metavar="NAME", help=f"{', '.join(names())}, or all that this machine has.")
     ] = None,
     as_json: JsonOption = False,
-    html: HtmlOption = None,
 ) -> None:
     """Compare an artifact with PyTorch, step by step."""
     from kvexport.terminal import show
     from kvexport.validate.sections import sections as sections_of
 
-    require_folder(html)
     settings: dict[str, Any] = {"length": length, "batch": batch, "seed": seed}
     results, missing = validate_backends(artifact, backend, layers, checkpoint, show, **settings)
     for name, why in missing.items():
@@ -57,8 +55,6 @@ def validate(
             typer.echo(f"warning: {result.warning}", err=True)
     problem = next((result.problem for result in results if not result.passed), "")
     sections = [section for result in results for section in sections_of(result)]
-    if html is not None:
-        write_page(html, f"Validation of {artifact}", problem or "passed", sections)
     print_result(
         as_json, lambda: [r.to_json() for r in results] if backend == "all" else results[0].to_json(), lambda: sections
     )

@@ -17,7 +17,7 @@ from kvexport.machine import KEPT_BYTES
 from kvexport.plan.cache import CachePlan, LayerCache, LayerGeometry
 from kvexport.plan.planner import cache_notes, plan_cache, settled_plan, state_bytes
 from kvexport.recipe.fields import MOST, Recipe, shown_length
-from kvexport.report.sections import KeyValues, Section, Table
+from kvexport.report import KeyValues, Section, Table
 from kvexport.schema.state import RING, StateTensor
 from kvexport.units import format_bytes
 

@@ -79,7 +79,7 @@ class EchoBackend(Backend):
         return Diagnosis({"echo": "from the hills"}, {"echo": {"hills": 2}})
 
     def describe(self, path, manifest):
-        from kvexport.report.sections import KeyValues
+        from kvexport.report import KeyValues
 
         said = (path / "echo.txt").read_text() if "echo" in manifest.engines else "nothing"
         return Description((KeyValues("Echo", {"said": said}),), {"echo": said})

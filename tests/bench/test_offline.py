@@ -7,8 +7,7 @@ import pytest
 
 from kvexport.bench.offline import Plan, measure, sections
 from kvexport.engine.load import load
-from kvexport.report.page import render_html
-from kvexport.report.text import render_text
+from kvexport.report import render_text
 from tests.support import command_line
 
 
@@ -24,7 +23,6 @@ def test_every_batch_and_context_is_measured(tiny_artifact: Path) -> None:
     assert result.cache_bytes == engine.plan.bytes(1)
     assert not engine.busy
     json.dumps(result.to_json())
-    assert "batch 3" in render_html("t", "s", sections(result))
     assert "Decoding" in render_text(sections(result))
 
 
@@ -41,8 +39,6 @@ def test_impossible_measurements_are_refused(tiny_artifact: Path, words: list[st
     assert named in command_line.failure(2, "bench", tiny_artifact, *words)
 
 
-def test_the_verb_prints_tables_and_writes_a_page(tiny_artifact: Path, tmp_path: Path) -> None:
-    page = tmp_path / "speed.html"
-    out = command_line.ok("bench", tiny_artifact, "--context", "5,9", "--steps", "3", "--rounds", "1", "--html", page)
+def test_the_verb_prints_tables(tiny_artifact: Path) -> None:
+    out = command_line.ok("bench", tiny_artifact, "--context", "5,9", "--steps", "3", "--rounds", "1")
     assert "tokens/s" in out
-    assert "<svg" in page.read_text()

@@ -162,7 +162,7 @@ class OnnxRuntime(Backend):
         )
 
     def describe(self, path: Path, manifest: Manifest) -> Description:
-        from kvexport.report.sections import KeyValues
+        from kvexport.report import KeyValues
 
         implementations = native.implementations(manifest)
         here = {op: implementations.get(op) if needed else None for op, needed in manifest.operators.items()}

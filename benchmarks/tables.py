@@ -201,64 +201,6 @@ def fields() -> str:
     return table(("key", "default", "allowed", "meaning"), *rows)
 
 
-def recall_layers() -> str:
-    """Return the table of the ten layers whose compression costs the answers most."""
-    cost = [layer["value"] for layer in load("recall-smollm2")["layers"]["layers"]]
-    dearest = sorted(range(len(cost)), key=lambda layer: -cost[layer])[:10]
-    return table(("layer", "nats of a token of the answers"), *((str(i), f"{cost[i]:.3f}") for i in dearest))
-
-
-def recall(length: int, *, known: bool) -> str:
-    """Return the table of the answers about texts of `length` tokens, by method and budget."""
-    rows = [r for r in load("recall-smollm2")["rows"] if not r["set"] and (r["length"], r["known"]) == (length, known)]
-    rows += [r for r in load("recall-smollm2")["rows"] if known and r["method"] == "full" and r["length"] == length]
-    budgets = ["all", *(f"1/{divisor}" for divisor in sorted({r["divisor"] for r in rows if r["method"] != "full"}))]
-    lines = []
-    for task, method in dict.fromkeys((r["task"], r["method"]) for r in sorted(rows, key=_recall_order)):
-        of = {
-            "all" if method == "full" else f"1/{r['divisor']}": r
-            for r in rows
-            if (r["task"], r["method"]) == (task, method)
-        }
-        lines.append((task, f"`{method}`", *(_recalled(of[b]) if b in of else "" for b in budgets)))
-    return table(("task", "method", *budgets), *lines)
-
-
-def _recall_order(r: dict[str, Any]) -> tuple[int, int]:
-    tasks, method = ("codes", "turns", "people", "code"), r["method"].split("+")[0]
-    methods = ("full", "streaming", "h2o", "snapkv", "keepkv", "keydiff", "ballot")
-    return tasks.index(r["task"]), methods.index(method) + ("+" in r["method"]) * len(methods)
-
-
-def _recalled(r: dict[str, Any]) -> str:
-    value, low, high = r["exact"]
-    right = round(value * r["questions"])
-    return f"{right} of {r['questions']} [{low:.2f}, {high:.2f}], {r['digits']['value']:.2f}"
-
-
-def recall_differences() -> str:
-    """Return the table of differences of unpublished methods to the best published one, question by question.
-
-    The best published method has the most exact answers.
-    """
-    lines = [
-        (
-            d["task"],
-            str(d["length"]),
-            f"1/{d['divisor']}",
-            "known" if d["known"] else "unknown",
-            f"`{d['method']}`",
-            f"`{d['best_published']}`",
-            shown(d["exact"]),
-            shown(d["digits"]),
-        )
-        for d in load("recall-smollm2")["differences"]
-        if d["method"] != "full" and d["length"] > 1000
-    ]
-    header = ("task", "tokens", "budget", "question", "method", "best published", "exact", "digits")
-    return table(header, *lines)
-
-
 def packed_speed() -> str:
     """Return the table of engines of packed weights beside their peers, by processor and instruction set."""
     lines = []
@@ -534,9 +476,6 @@ def vision_merge() -> str:
 def tables() -> dict[str, str]:
     """Return every table by its mark."""
     texts = {"methods": methods(), "fields of a recipe": fields()}
-    texts |= {"recall layers": recall_layers(), "recall differences": recall_differences()}
-    for question in ("unknown", "known"):
-        texts[f"recall {question}"] = recall(2000, known=question == "known")
     texts |= {"listed": listed(), "packed speed": packed_speed(), "packed quality": packed_quality()}
     texts |= {"default quality": default_quality(), "budget kinds": budget_kinds()}
     texts |= {"calibration cost": calibration_cost(), "ruler qwen": ruler("qwen2.5-coder-1.5b")}

@@ -50,7 +50,6 @@ def name_of(label: str) -> str:
 
 
 def shown(estimate: dict[str, float]) -> str:
-    """Return a figure with its interval."""
     return f"{estimate['value']:.3g} [{estimate['low']:.2g}, {estimate['high']:.2g}]"
 
 
@@ -84,7 +83,6 @@ SHORT = {"smollm2-135m-base": ("streaming", "snapkv", "h2o", "keepkv", "ballot")
 
 
 def methods() -> str:
-    """Return the table of all methods, from their classes."""
     header = ("method", "what it does", "score", "read bias", "layer budgets", "source")
     return table(header, *(_method(method()) for method in all_methods().values()))
 
@@ -346,7 +344,6 @@ ISAS = ("amx", "avx512vnni")
 
 
 def decoder_tables() -> dict[str, str]:
-    """Return every table by its mark."""
     types: dict[str, Any] = load("decoder-types")["types"]
     named = {result: [name for name, x in types.items() if x["result"] == result] for result in MEANING}
     counts = [(result, meaning, str(len(named[result]))) for result, meaning in MEANING.items()]
@@ -474,7 +471,6 @@ def vision_merge() -> str:
 
 
 def tables() -> dict[str, str]:
-    """Return every table by its mark."""
     texts = {"methods": methods(), "fields of a recipe": fields()}
     texts |= {"listed": listed(), "packed speed": packed_speed(), "packed quality": packed_quality()}
     texts |= {"default quality": default_quality(), "budget kinds": budget_kinds()}

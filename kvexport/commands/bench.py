@@ -27,15 +27,15 @@ def bench(
 
     `kvexport docs tasks/measure-speed` explains each figure, and how to load-test a server.
     """
-    from kvexport.bench.offline import Plan, measure, sections
+    from kvexport.bench import measure, sections
     from kvexport.engine.load import load
     from kvexport.terminal import show
 
-    plan = Plan(_numbers("--batch", batch), _numbers("--context", context), steps, rounds)
-    with show(f"loading {artifact}"):
+    batches, contexts = _numbers("--batch", batch), _numbers("--context", context)
+    with show(f"loading {artifact}", None):
         engine = load(artifact, backend=backend, threads=threads)
-    result = measure(engine, artifact.resolve().name, plan, show)
-    print_result(as_json, result.to_json, lambda: sections(result))
+    result = measure(engine, artifact.resolve().name, batches, contexts, steps, rounds, show)
+    print_result(as_json, lambda: result, lambda: sections(result))
 
 
 def _numbers(name: str, text: str) -> tuple[int, ...]:

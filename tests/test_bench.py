@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvexport.bench.offline import Plan, measure, sections
+from kvexport.bench import measure, sections
 from kvexport.engine.load import load
 from kvexport.report import render_text
 from tests.support import command_line
@@ -13,16 +13,15 @@ from tests.support import command_line
 
 def test_every_batch_and_context_is_measured(tiny_artifact: Path) -> None:
     engine = load(tiny_artifact, threads=1)
-    plan = Plan(batches=(1, 3), contexts=(5, 40), steps=6, rounds=2)
-    result = measure(engine, "tiny", plan)
-    assert [r["context"] for r in result.prefill] == [5, 40]
-    assert [(r["context"], r["batch"]) for r in result.decode] == [(5, 1), (5, 3), (40, 1), (40, 3)]
-    for row in result.decode:
+    result = measure(engine, "tiny", batches=(1, 3), contexts=(5, 40), steps=6, rounds=2)
+    assert [r["context"] for r in result["prefill"]] == [5, 40]
+    assert [(r["context"], r["batch"]) for r in result["decode"]] == [(5, 1), (5, 3), (40, 1), (40, 3)]
+    for row in result["decode"]:
         assert 0 < row["step"]["p50"] <= row["step"]["p99"] <= row["step"]["max"]
         assert row["tokens_per_second"] == pytest.approx(row["batch"] / row["step"]["mean"] * 1e3, rel=0.01)
-    assert result.cache_bytes == engine.plan.bytes(1)
+    assert result["cache_bytes"] == engine.plan.bytes(1)
     assert not engine.busy
-    json.dumps(result.to_json())
+    json.dumps(result)
     assert "Decoding" in render_text(sections(result))
 
 

@@ -150,7 +150,6 @@ CASES = [
     ("commands/generate.py", "one of", "generate ARTIFACT"),
     ("commands/generate.py", "a file you may read", "generate ARTIFACT --prompt-file NOWHERE"),
     ("commands/loading.py", "--adapter", "generate ADAPTED abc --adapter one"),
-    ("commands/recipes.py", "kvexport recipes show", "recipes show"),
     ("export/graph/adapters.py", "adapters.targets", "build R --out TMP/a adapters.count=1 adapters.targets=[none]"),
     ("export/model/checkpoint.py", "neither a directory", "plan /no/such/model"),
     ("export/model/checkpoint.py", "local.parent", "plan CHECKPOINT/config.json"),

@@ -14,6 +14,7 @@ from kvexport.errors import UsageError
 from kvexport.export.model import wheel
 from kvexport.methods import all_methods
 from kvexport.plan.budgets import allocate
+from kvexport.recipe.describe import describe_fields, meanings
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.inherit import recipe_folder
 from kvexport.recipe.listing import describe_method_parameters, list_recipes
@@ -304,3 +305,16 @@ def test_reading_recipes_needs_no_torch() -> None:
     code = "import sys; from kvexport.recipe.listing import *; from kvexport.recipe.load import *; "
     code += "load_recipe('tiny-keepkv'); list_recipes(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_every_field_and_parameter_has_a_description() -> None:
+    silent = [field.name for field in describe_fields(Recipe) if len(field.meaning) < 8]
+    silent += [f"{n}.{p}" for n, m in all_methods().items() for p, meaning in meanings(m).items() if len(meaning) < 8]
+    assert silent == []
+
+
+def test_a_meaning_is_taken_from_a_docstring_of_the_class_or_a_base() -> None:
+    meaning = meanings(all_methods()["pyramidkv"])
+    assert meaning == meanings(all_methods()["snapkv"])
+    assert meaning["pool"].startswith("The number of positions that are pooled")
+    assert meanings(all_methods()["keepkv"])["zip"].endswith("is not lossless.")

@@ -139,7 +139,7 @@ def settings_of_real_model() -> list[str]:
 def without_native(engine: Engine) -> list[Section]:
     """Return a note for the report if operators run as ONNX functions instead of kernels, which is slow."""
     backend = backends.get(engine.manifest.recipe.backend.name)
-    slow = [how for how in backend.operators(engine.manifest, None).values() if not how.startswith("native")]
+    slow = [how for how in backend.operators(engine.manifest).values() if not how.startswith("native")]
     return [Paragraph(f"The times are not those of kernels: {slow[0]}.")] if slow else []
 
 

@@ -42,7 +42,7 @@ def test_engines_are_built_and_compared_with_pytorch(simulated: None) -> None:
     parts = {"tensorrt": {"status": "passed", "seconds": 1.0, "figures": figures}}
     goal = {"figure": "", "goal": "", "measured": None, "met": None}
     text = report.text_of({"gpu": {"name": "a GPU"}, "date": "", "commit": "", "goals": [goal], "parts": parts})
-    assert "int4" in page
+    assert "int4" in text
 
 
 def test_engines_that_differ_from_pytorch_fail(simulated: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,6 @@ def write_gguf(checkpoint: Path, file: Path, rest: str, head: str) -> Path:
 
 
 def _add_tokenizer(writer: Any, description: dict[str, Any]) -> None:
-    """Add the tokenizer that `description`, a tokenizer.json, describes."""
     import gguf
 
     model, special = description["model"], {token["content"] for token in description["added_tokens"]}

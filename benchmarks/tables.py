@@ -23,7 +23,6 @@ from kvexport.methods.base import Method
 from kvexport.methods.slots import Statistic
 from kvexport.recipe.describe import describe_fields
 from kvexport.recipe.fields import Recipe
-from kvexport.report.drawings import COLOURS, STYLE
 
 BUDGETS = {0.05: "1/20", 0.125: "1/8", 0.25: "1/4", 0.5: "1/2"}
 
@@ -51,7 +50,6 @@ def name_of(label: str) -> str:
 
 
 def shown(estimate: dict[str, float]) -> str:
-    """Return a figure with its interval."""
     return f"{estimate['value']:.3g} [{estimate['low']:.2g}, {estimate['high']:.2g}]"
 
 
@@ -85,7 +83,6 @@ SHORT = {"smollm2-135m-base": ("streaming", "snapkv", "h2o", "keepkv", "ballot")
 
 
 def methods() -> str:
-    """Return the table of all methods, from their classes."""
     header = ("method", "what it does", "score", "read bias", "layer budgets", "source")
     return table(header, *(_method(method()) for method in all_methods().values()))
 
@@ -202,64 +199,6 @@ def fields() -> str:
     return table(("key", "default", "allowed", "meaning"), *rows)
 
 
-def recall_layers() -> str:
-    """Return the table of the ten layers whose compression costs the answers most."""
-    cost = [layer["value"] for layer in load("recall-smollm2")["layers"]["layers"]]
-    dearest = sorted(range(len(cost)), key=lambda layer: -cost[layer])[:10]
-    return table(("layer", "nats of a token of the answers"), *((str(i), f"{cost[i]:.3f}") for i in dearest))
-
-
-def recall(length: int, *, known: bool) -> str:
-    """Return the table of the answers about texts of `length` tokens, by method and budget."""
-    rows = [r for r in load("recall-smollm2")["rows"] if not r["set"] and (r["length"], r["known"]) == (length, known)]
-    rows += [r for r in load("recall-smollm2")["rows"] if known and r["method"] == "full" and r["length"] == length]
-    budgets = ["all", *(f"1/{divisor}" for divisor in sorted({r["divisor"] for r in rows if r["method"] != "full"}))]
-    lines = []
-    for task, method in dict.fromkeys((r["task"], r["method"]) for r in sorted(rows, key=_recall_order)):
-        of = {
-            "all" if method == "full" else f"1/{r['divisor']}": r
-            for r in rows
-            if (r["task"], r["method"]) == (task, method)
-        }
-        lines.append((task, f"`{method}`", *(_recalled(of[b]) if b in of else "" for b in budgets)))
-    return table(("task", "method", *budgets), *lines)
-
-
-def _recall_order(r: dict[str, Any]) -> tuple[int, int]:
-    tasks, method = ("codes", "turns", "people", "code"), r["method"].split("+")[0]
-    methods = ("full", "streaming", "h2o", "snapkv", "keepkv", "keydiff", "ballot")
-    return tasks.index(r["task"]), methods.index(method) + ("+" in r["method"]) * len(methods)
-
-
-def _recalled(r: dict[str, Any]) -> str:
-    value, low, high = r["exact"]
-    right = round(value * r["questions"])
-    return f"{right} of {r['questions']} [{low:.2f}, {high:.2f}], {r['digits']['value']:.2f}"
-
-
-def recall_differences() -> str:
-    """Return the table of differences of unpublished methods to the best published one, question by question.
-
-    The best published method has the most exact answers.
-    """
-    lines = [
-        (
-            d["task"],
-            str(d["length"]),
-            f"1/{d['divisor']}",
-            "known" if d["known"] else "unknown",
-            f"`{d['method']}`",
-            f"`{d['best_published']}`",
-            shown(d["exact"]),
-            shown(d["digits"]),
-        )
-        for d in load("recall-smollm2")["differences"]
-        if d["method"] != "full" and d["length"] > 1000
-    ]
-    header = ("task", "tokens", "budget", "question", "method", "best published", "exact", "digits")
-    return table(header, *lines)
-
-
 def packed_speed() -> str:
     """Return the table of engines of packed weights beside their peers, by processor and instruction set."""
     lines = []
@@ -371,55 +310,6 @@ def budget_kinds() -> str:
     return table((*header, "loss: best published", "`ballot`", "measured"), *lines)
 
 
-def quantized_budgets() -> str:
-    """Return the table of methods in quantized caches that have as many bytes as a float16 cache, beside that cache.
-
-    Each line averages over the texts that all of its methods have.
-    """
-    results = {(r["budget"], r["dtype"], r["method"]): r for r in load("quantized-budgets")["rows"].values()}
-    for name, recipe, group, label in (
-        ("keepkv", "smollm2-135m-base", "methods", "keepkv"),
-        ("ballot", "smollm2-135m-base", "methods", "ballot"),
-        ("listed", "smollm2-135m-listed", "listed", "ballot"),
-        ("heads", "smollm2-135m-heads", "listed", "ballot"),
-    ):
-        if not (RESULTS / f"sweep-{recipe}.json").exists():
-            continue  # not measured yet
-        for row in load(f"sweep-{recipe}")["groups"][group]["rows"]:
-            if row["label"] == label:
-                kl = row["scores"]["text"]["samples"]["kl"]
-                results[row["budget"], "float16", name] = {"slots": row["slots"], "kl": kl}
-    lines = []
-    for budget, dtype in itertools.product((0.05, 0.125, 0.25), ("float16", "int8", "k8v4")):
-        cells = [results.get((budget, dtype, name)) for name in ("keepkv", "ballot", "listed", "heads")]
-        measured = [cell for cell in cells if cell]
-        count = min((len(cell["kl"]) for cell in measured), default=0)
-        kl = [shown(asdict(mean(cell["kl"][:count]))) if cell else "" for cell in cells]
-        if measured:
-            lines.append((BUDGETS[budget], dtype, str(measured[-1]["slots"]), *kl, str(count)))
-    return table(
-        ("budget", "keys and values", "slots", "`keepkv`", "`ballot`", "... of layers", "... of heads", "texts"), *lines
-    )
-
-
-def once(task: str) -> str:
-    """Return the table of contexts that are compressed once.
-
-    For texts it shows the KL of the tokens that follow, for passages the exact answers and the right digits.
-    """
-    rows = [r for r in load("once")["rows"] if r["task"] == task]
-    figures = ("kl",) if task == "text" else ("exact", "digits")
-    cells = {(r["method"], r["divisor"]): [*(shown(r[x]) for x in figures), str(len(r["each"]))] for r in rows}
-    parts = sorted({r["divisor"] for r in rows if r["divisor"] > 1})
-    blank, lines = [""] * (len(figures) + 1), []
-    for method in dict.fromkeys(r["method"] for r in rows):
-        whole = cells.get((method, 1))
-        row_cells = [whole or cells.get((method, part), blank) for part in parts]
-        lines.append((f"`{method}`", *(cell for part in row_cells for cell in part)))
-    counted = "texts" if task == "text" else "passages"
-    return table(("method", *(f"1/{part}, {x}" for part in parts for x in (*figures, counted))), *lines)
-
-
 def calibration_cost() -> str:
     """Return the table of the time and memory that measuring one text takes."""
     names = {"smollm2": "SmolLM2-135M", "1b": "1.1B Llama", "7b": "7B Llama"}
@@ -454,7 +344,6 @@ ISAS = ("amx", "avx512vnni")
 
 
 def decoder_tables() -> dict[str, str]:
-    """Return every table by its mark."""
     types: dict[str, Any] = load("decoder-types")["types"]
     named = {result: [name for name, x in types.items() if x["result"] == result] for result in MEANING}
     counts = [(result, meaning, str(len(named[result]))) for result, meaning in MEANING.items()]
@@ -501,6 +390,18 @@ def _type_row(name: str, result: dict[str, Any]) -> tuple[str, str]:
 FIGURE = ROOT / "docs" / "_static" / "length.svg"
 HEADS, ROW, SLOTS, CHUNK = 30 * 3, 2 * 64 * 4, 512, 128
 SLOT = ROW + 3 * 4  # bytes of keys and values, and of votes, one score and the position
+BLUE, ORANGE = "#0072b2", "#d55e00"  # of Okabe and Ito, which colour-blind readers can tell apart
+STYLE: Any = {
+    "svg.fonttype": "none",  # text that can be selected and searched
+    "svg.hashsalt": "kvexport",  # equal input gives equal ids
+    "text.parse_math": False,
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e4e8ec",
+    "legend.frameon": False,
+}
 
 
 def length_figure() -> str:
@@ -517,8 +418,8 @@ def length_figure() -> str:
         figure.set_facecolor("white")
         time, memory = figure.subplots(1, 2)
         for name, side, colour, most in (
-            ("full cache", "full", COLOURS[1], lengths[-1]),
-            ("512 slots", "keepkv", COLOURS[0], SLOTS + CHUNK),
+            ("full cache", "full", ORANGE, lengths[-1]),
+            ("512 slots", "keepkv", BLUE, SLOTS + CHUNK),
         ):
             time.plot(lengths, [1000 / speed[n][side] for n in lengths], color=colour, marker="o", label=name)
             grid = sorted({0, SLOTS + CHUNK, *lengths})
@@ -570,17 +471,12 @@ def vision_merge() -> str:
 
 
 def tables() -> dict[str, str]:
-    """Return every table by its mark."""
     texts = {"methods": methods(), "fields of a recipe": fields()}
-    texts |= {"recall layers": recall_layers(), "recall differences": recall_differences()}
-    for question in ("unknown", "known"):
-        texts[f"recall {question}"] = recall(2000, known=question == "known")
     texts |= {"listed": listed(), "packed speed": packed_speed(), "packed quality": packed_quality()}
     texts |= {"default quality": default_quality(), "budget kinds": budget_kinds()}
     texts |= {"calibration cost": calibration_cost(), "ruler qwen": ruler("qwen2.5-coder-1.5b")}
     texts |= {"vision merge": vision_merge()}
-    texts |= {"quantized budgets": quantized_budgets(), **decoder_tables()}
-    texts |= {f"once {task}": once(task) for task in ("text", "codes")}
+    texts |= decoder_tables()
     for recipe, figures in FIGURES.items():
         texts |= {f"{recipe} {task} {figure}": compared(recipe, task, figure) for task, figure in figures}
         if recipe in PAIRED:

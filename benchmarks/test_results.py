@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import tables
-from benchmarks.correctness import attacks, mutants, reports
+from benchmarks.correctness import attacks, mutants
 from kvexport.methods import all_methods
 
 TRAINED = ("tiny-base", "small-base")
@@ -51,13 +51,10 @@ def test_every_planted_bug_was_found(kind: str) -> None:
     assert not any(run.get("unchanged", {}).values())
 
 
-def test_no_attack_and_no_reported_fault_was_left() -> None:
+def test_no_attack_succeeded_and_no_turn_was_lost() -> None:
     rows = tables.load("attacks")["rows"]
     assert attacks.ATTACKS.keys() <= rows.keys()
     assert not any(row["failures"] for row in rows.values())
     assert max(row["longest gap s"] for row in rows.values()) <= attacks.LONGEST_GAP
-    rows = tables.load("reports")["rows"]
-    assert rows.keys() == reports.ROWS.keys()
-    assert all(row["tests"] and not row["failures"] for row in rows.values())
     turns = tables.load("session-turns")["rows"]
     assert sum(row["acknowledged"] for row in turns) >= 10_000 and not any(row["lost"] for row in turns)

@@ -62,7 +62,6 @@ PACKAGES = (
     Package("onnxscript", "onnxscript", "0.7", "export", "optimises graphs"),
     Package("onnx-ir", "onnx_ir", "1.0", "export", "optimises graphs"),
     Package("polygraphy", "polygraphy", "0.49", "export", "validate runs the engine with it"),
-    Package("httpx2", "httpx2", "2", "serve", "speaks to servers that are measured"),
     Package("llguidance", "llguidance", "1.9", "serve", "answers that keep to a JSON schema or a grammar"),
     Package("prometheus_client", "prometheus_client", "0.20", "serve", "the server's metrics"),
     Package("starlette", "starlette", "0.37", "serve", "the server's routes"),

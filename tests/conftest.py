@@ -34,7 +34,6 @@ KERNELS = (
     "tests/backends/tensorrt/test_lean.py",
     "tests/backends/tensorrt/test_library.py",
     "tests/backends/tensorrt/test_*plugins.py",
-    "tests/benchmarks/test_arm_instructions.py",
     "tests/conformance/test_*_on_host.py",
     "tests/conformance/test_cuda_*.py",
     "tests/conformance/test_garbage.py",

@@ -156,7 +156,6 @@ def test_heavy_packages_are_imported_where_they_are_needed(path: Path) -> None:
     "root",
     [
         "kvexport.engine.engine",
-        "kvexport.serve.models",
         "kvexport.serve.app",
         *sorted(f"kvexport.backends.{n}.backend" for n in names()),
     ],

@@ -22,9 +22,7 @@ from kvexport.backends.sections import default
 from kvexport.engine.engine import Engine
 from kvexport.errors import EnvironmentProblem, KvexportError, MismatchError
 from kvexport.methods.keepkv import KeepKV
-from kvexport.report.page import render_html
-from kvexport.report.sections import Paragraph, Section, Table
-from kvexport.report.text import render_text
+from kvexport.report import Paragraph, Section, Table, render_text
 from kvexport.terminal import show
 from kvexport.units import format_bytes
 
@@ -98,7 +96,7 @@ def prove(out: Path) -> list[Section]:
         *without_native(merged),
         Paragraph(
             f"The engine of tiny-keepkv passed against PyTorch: every key, value, vote and score of sequences of up to "
-            f"{max(result.tokens)} tokens, step by step. `kvexport validate --html FILE` shows the figures."
+            f"{max(result.tokens)} tokens, step by step. `kvexport validate` shows the figures."
         ),
         Paragraph(
             f"The tiny model knows a story of {tokens} tokens from a cache of {budget} slots, {tokens / budget:.0f} "
@@ -141,7 +139,7 @@ def settings_of_real_model() -> list[str]:
 def without_native(engine: Engine) -> list[Section]:
     """Return a note for the report if operators run as ONNX functions instead of kernels, which is slow."""
     backend = backends.get(engine.manifest.recipe.backend.name)
-    slow = [how for how in backend.operators(engine.manifest, None).values() if not how.startswith("native")]
+    slow = [how for how in backend.operators(engine.manifest).values() if not how.startswith("native")]
     return [Paragraph(f"The times are not those of kernels: {slow[0]}.")] if slow else []
 
 
@@ -152,20 +150,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="where the artifacts and the report go")
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="where the artifacts go")
     out: Path = parser.parse_args(arguments).out
     try:
         out.mkdir(parents=True, exist_ok=True)
         sections = [*real_model(out), *prove(out)]
-        page = render_html("kvexport demo", "A cache of fixed budget beside the full one", sections)
-        (out / "report.html").write_text(page, encoding="utf-8")
     except KvexportError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     print(render_text(sections))
     real = out / "smollm2-135m-keepkv"
     next_line = f"{real} 'Why is the sky blue?'" if real.exists() else f"{out / 'tiny-keepkv'} 'anna lamp . ? anna'"
-    print(f"The same with plots: {out / 'report.html'}. Next: kvexport generate {next_line}")
+    print(f"Next: kvexport generate {next_line}")
     return 0
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
 from kvexport.plan.cache import CachePlan
-from kvexport.report.sections import Paragraph, Plot, Section, Series, Table
+from kvexport.report import Paragraph, Section, Table
 from kvexport.terminal import show
 from kvexport.units import format_bytes
 
@@ -161,7 +161,7 @@ def one_by_one(readings: dict[str, Reading], ids: NDArray[np.int64]) -> None:
 
 
 def sections(readings: dict[str, Reading]) -> list[Section]:
-    """Return the demo's report on the real model: figures, answers, and plots of time and memory."""
+    """Return the demo's report on the real model: figures and answers."""
     small, full = readings.values()
     budget, tokens = small.plan.caches[0].budget[0], full.lengths[-1]
     faster, smaller = full.milliseconds[-1] / small.milliseconds[-1], full.cached[-1] / small.cached[-1]
@@ -184,10 +184,6 @@ def sections(readings: dict[str, Reading]) -> list[Section]:
         "\n\n".join([question, *(f"{label}: {reading.answers[i]}" for label, reading in readings.items())])
         for i, question in enumerate(QUESTIONS)
     ]
-    lines = [
-        ("Time of a token", "ms", {label: reading.milliseconds for label, reading in readings.items()}),
-        ("Memory of the cache", "MB", {label: [b / 1e6 for b in r.cached] for label, r in readings.items()}),
-    ]
     return [
         Paragraph(
             f"SmolLM2-135M-Instruct reads {tokens} tokens of Python's documentation in a cache of {budget} slots, "
@@ -197,16 +193,6 @@ def sections(readings: dict[str, Reading]) -> list[Section]:
         Table("A real model", columns, rows),
         Paragraph("Asked afterwards, in one conversation (a model of 135M parameters; the likeliest token each time):"),
         *map(Paragraph, answers),
-        *(
-            Plot(
-                title,
-                "tokens read",
-                unit,
-                [Series(label, readings[label].lengths, y) for label, y in of.items()],
-                y_also=(0.0,),
-            )
-            for title, unit, of in lines
-        ),
     ]
 
 

@@ -49,12 +49,10 @@ class Target:
     process: subprocess.Popen[bytes]
 
     def address(self) -> tuple[str, int]:
-        """Return the host and the port."""
         parts = urlsplit(self.url)
         return parts.hostname or "", parts.port or 0
 
     def connect(self, timeout: float = 30) -> socket.socket:
-        """Return a new connection."""
         return socket.create_connection(self.address(), timeout=timeout)
 
     def post(self, path: str, body: bytes, timeout: float = 60) -> int:

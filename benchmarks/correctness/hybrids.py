@@ -78,7 +78,6 @@ class Model:
         self.noise = Noise(length)
 
     def engine(self, **options: Any) -> Any:
-        """Return an engine that has read nothing."""
         return kvexport.load(self.artifact, threads=1, options=EngineOptions(**options), verify=False)
 
     def logits(self, ids: Any) -> Any:

@@ -117,7 +117,6 @@ def checkpoint(kind: str, folder: Path) -> Path:
 
 
 def build_engines(names: Sequence[str], folder: Path) -> dict[str, Path]:
-    """Return the artifacts of engines."""
     from kvexport.export.build import build
     from kvexport.recipe.load import load_recipe
 

@@ -64,7 +64,6 @@ class Servers:
             resource.prlimit(one.process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
     def close(self) -> None:
-        """End all servers."""
         for ends in self._ends:
             ends.close()
 

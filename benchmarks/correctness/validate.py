@@ -33,7 +33,6 @@ SHIPPED = ("smollm2-135m-*.yaml", "tiny-*.yaml")
 
 
 def row(result: ValidationResult) -> dict[str, Any]:
-    """Return the figures of a validation."""
     kinds = dict.fromkeys(kind for step in result.steps for kind in step["largest"])
     return {
         "passed": result.passed,
@@ -51,7 +50,6 @@ def row(result: ValidationResult) -> dict[str, Any]:
 
 
 def build_artifact(recipe: str, changes: list[str], folder: Path) -> Path:
-    """Build an engine in a folder, and return its path."""
     return build(load_recipe(recipe, changes).recipe, folder / "artifact", name=Path(recipe).stem)
 
 

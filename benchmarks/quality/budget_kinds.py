@@ -107,7 +107,6 @@ class Run:
         self.full = {kind: [predictions(engine, x) for x in each] for kind, each in self.texts.items()}
 
     def engine(self, recipe: Recipe) -> Engine:
-        """Build and load an engine of the recipe."""
         return load(build(recipe, self.work / "engine", shared=self.weights), verify=False)
 
     def label_of(self, kind: str, slots: int) -> str:

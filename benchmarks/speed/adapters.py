@@ -51,7 +51,6 @@ def checkpoint(layers: int, work: Path) -> Path:
 
 
 def step_seconds(lanes: Lanes, ids: Any) -> float:
-    """Return the mean seconds of a step of the first lane."""
     start = time.perf_counter()
     for i in range(STEPS):
         lanes.append([ids[i : i + 1]])

@@ -29,7 +29,6 @@ SMOLLM2 = "smollm2-135m-base"
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

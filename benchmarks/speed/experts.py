@@ -80,7 +80,6 @@ def weight(name: str, dims: tuple[int, int, int], side: str, rng: np.random.Gene
 
 
 def layer(i: int, shape: Shape, side: str, rng: np.random.Generator) -> tuple[Any, list[Any]]:
-    """Return the node of layer `i` and its initializers."""
     from onnx import helper
 
     first = weight(f"{i}.first", (shape.experts, 2 * shape.inner, shape.hidden), side, rng)

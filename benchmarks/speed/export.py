@@ -62,7 +62,6 @@ def measured(command: list[str], environment: dict[str, str]) -> dict[str, float
 
 
 def build_of(checkpoint: Path, work: Path, name: str, settings: str) -> list[str]:
-    """Return the command that builds a checkpoint into `work/out`."""
     recipe = work / f"{name}.yaml"
     model = f"model: {{path: {checkpoint.absolute()}, dtype: float16}}\n"
     recipe.write_text(f"{model}cache: {{method: keepkv, budget: 512}}\n{settings}")

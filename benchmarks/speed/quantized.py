@@ -140,7 +140,6 @@ def runner(kind: str, side: str, context: int, options: argparse.Namespace) -> R
 
 
 def worker_of(kind: str, side: str, context: int, options: argparse.Namespace) -> Worker:
-    """Return the process of one side."""
     command = [__file__, *sys.argv[1:], "--run", json.dumps([kind, side, context])]
     return Worker(side, command, THREADS, options.work, {"genai": options.genai}.get(side))
 

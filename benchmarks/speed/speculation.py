@@ -82,7 +82,6 @@ def arguments() -> argparse.Namespace:
 
 
 def run_name(options: argparse.Namespace) -> str:
-    """Return the name of a run among the figures."""
     name = options.what
     if options.what == "text":
         name += f" {options.recipe} {options.length}"
@@ -193,7 +192,6 @@ def periods(
 
 
 def timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    """Return the function, with the seconds of its calls recorded."""
 
     def call(*arguments: Any, **named: Any) -> Any:
         start = time.perf_counter()

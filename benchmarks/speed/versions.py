@@ -46,7 +46,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The name of the case in the results."""
         if self.kind == "export":
             return f"export, {self.method}"
         return f"{self.kind}: {self.method} at {self.context}" + (f", batch {self.batch}" if self.batch > 1 else "")
@@ -84,7 +83,6 @@ class Side:
         return float(self.process.stdout.readline())
 
     def close(self) -> None:
-        """End the process."""
         assert self.process.stdin
         self.process.stdin.close()
         self.process.wait()
@@ -115,7 +113,6 @@ def answer(artifact: str, case: Case) -> None:
 
 
 def build(checkout: Path, recipe: Path, out: Path) -> float:
-    """Return the seconds of `kvexport build` by this checkout."""
     shutil.rmtree(out, ignore_errors=True)
     os.sync()  # so that a build does not wait for the writes of the one before
     command = [sys.executable, "-m", "kvexport", "build", "--recipe", str(recipe), "--out", str(out)]
@@ -128,7 +125,6 @@ def build(checkout: Path, recipe: Path, out: Path) -> float:
 
 
 def recipe_of(case: Case, work: Path) -> Path:
-    """Return the recipe's file of a case."""
     if case.kind == "export":
         content: dict[str, Any] = {
             "model": {"path": str(make_checkpoint("1b", work / "1b", "float16")), "dtype": "float16"},

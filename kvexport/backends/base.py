@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvexport.methods.base import Method
     from kvexport.packages import Package
     from kvexport.recipe.fields import Recipe
-    from kvexport.report.sections import Section
+    from kvexport.report import Section
     from kvexport.terminal import Progress
 
 # A function that opens an ONNX model of one node, given as bytes, with a number of threads. The opened model has the
@@ -113,7 +113,6 @@ class Backend(ABC):
     Attributes:
         name: The backend's name, which is also the name of its folder.
         packages: The Python packages that the backend needs.
-        devices: The devices that a caller can choose from; (None,) if there is no choice.
         prepared: The files that the backend's `preparation` may add to an artifact; empty if it adds none.
         verified: The files whose SHA-256 the backend checks itself when `load` reads them.
         runs_adapters: Whether the backend runs decoders that take LoRA adapters.
@@ -122,7 +121,6 @@ class Backend(ABC):
 
     name: ClassVar[str]
     packages: ClassVar[tuple[Package, ...]] = ()
-    devices: ClassVar[tuple[str | None, ...]] = (None,)
     prepared: ClassVar[frozenset[str]] = frozenset()
     verified: ClassVar[frozenset[str]] = frozenset()
     runs_adapters: ClassVar[bool] = False
@@ -198,8 +196,8 @@ class Backend(ABC):
         """Return a function that opens models of one node with native kernels; None if one is missing here."""
         return None
 
-    def operators(self, manifest: Manifest, device: str | None) -> dict[str, str]:
-        """Return how this machine runs each operator of an artifact, in words; `device` may replace the recipe's."""
+    def operators(self, manifest: Manifest) -> dict[str, str]:
+        """Return how this machine runs each operator of an artifact, in words."""
         return {op: how for op, how in manifest.operators.items() if how}
 
     def diagnose(self) -> Diagnosis:

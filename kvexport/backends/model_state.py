@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from kvexport.images.rows import CallImages
     from kvexport.plan.cache import CachePlan
 
-# A function that returns a number of bytes of zeros in host memory, as a uint8 array. It raises EnvironmentProblem if
-# the host has too little memory.
-Memory = Callable[[int], "NDArray[np.uint8]"]
 # A function that waits for the end of a decoder call and returns its logits.
 Pending = Callable[[], "Rows"]
 
@@ -137,7 +134,7 @@ class LoadedModel(Protocol):
     all_logits: bool  # whether a decoder call returns the logits of every token, or of the last token alone
     in_host_memory: bool  # whether the KV caches are in the host's memory
 
-    def new_state(self, plan: CachePlan, lanes: int, memory: Memory | None = None) -> ModelState: ...
+    def new_state(self, plan: CachePlan, lanes: int) -> ModelState: ...
 
 
 class ImageEncoder(Protocol):

@@ -22,7 +22,7 @@ from kvexport.evaluate.tasks import TASKS, Sample
 from kvexport.plan.budgets import least_slots
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.load import load_recipe
-from kvexport.report.sections import KeyValues, Section, Table
+from kvexport.report import KeyValues, Section, Table
 from kvexport.terminal import Progress, silent
 
 PASSAGES = 2  # passages with facts

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from kvexport.commands.options import ArtifactArgument, BackendOption, HtmlOption, JsonOption
-from kvexport.commands.output import print_result, require_folder, write_page
+from kvexport.commands.options import ArtifactArgument, BackendOption, JsonOption
+from kvexport.commands.output import print_result
 from kvexport.errors import UsageError
 
 
@@ -22,24 +22,20 @@ def bench(
     ] = None,
     backend: BackendOption = None,
     as_json: JsonOption = False,
-    html: HtmlOption = None,
 ) -> None:
     """Measure the latency and throughput of an artifact by batch and context.
 
     `kvexport docs tasks/measure-speed` explains each figure, and how to load-test a server.
     """
-    from kvexport.bench.offline import Plan, measure, sections
+    from kvexport.bench import measure, sections
     from kvexport.engine.load import load
     from kvexport.terminal import show
 
-    require_folder(html)
-    plan = Plan(_numbers("--batch", batch), _numbers("--context", context), steps, rounds)
-    with show(f"loading {artifact}"):
+    batches, contexts = _numbers("--batch", batch), _numbers("--context", context)
+    with show(f"loading {artifact}", None):
         engine = load(artifact, backend=backend, threads=threads)
-    result = measure(engine, artifact.resolve().name, plan, show)
-    if html is not None:
-        write_page(html, f"Speed of {result.artifact}", result.method, sections(result))
-    print_result(as_json, result.to_json, lambda: sections(result))
+    result = measure(engine, artifact.resolve().name, batches, contexts, steps, rounds, show)
+    print_result(as_json, lambda: result, lambda: sections(result))
 
 
 def _numbers(name: str, text: str) -> tuple[int, ...]:

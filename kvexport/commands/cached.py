@@ -55,7 +55,7 @@ def pull(
 
 def list_cached(as_json: JsonOption = False) -> None:
     """List the artifacts and models in kvexport's cache folder and the hub's, with their sizes."""
-    from kvexport.report.sections import Table
+    from kvexport.report import Table
     from kvexport.units import format_bytes
 
     entries = _entries()

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvexport.commands.options import HtmlOption, JsonOption, RecipeOption, SetOption
-from kvexport.commands.output import print_result, require_folder, write_page
+from kvexport.commands.options import JsonOption, RecipeOption, SetOption
+from kvexport.commands.output import print_result
 
 
 def calibrate(
@@ -25,7 +25,6 @@ def calibrate(
         typer.Option(metavar="FOLDER", help="Take a kind of text from each .txt or .md file of this folder."),
     ] = None,
     as_json: JsonOption = False,
-    html: HtmlOption = None,
 ) -> None:
     """Measure how KV heads should share the recipe's budget, by the loss that evictions from each of them cause."""
     from kvexport.packages import require
@@ -34,8 +33,5 @@ def calibrate(
     from kvexport.calibrate.head_shares import calibrate_heads
     from kvexport.terminal import show
 
-    require_folder(html)
     calibration = calibrate_heads(recipe, overrides or (), length=length, texts=texts, progress=show)
-    if html is not None:
-        write_page(html, f"Calibration of {calibration.recipe}", "Cache budgets by measurement", calibration.sections())
     print_result(as_json, calibration.to_json, calibration.sections)

@@ -27,7 +27,7 @@ from kvexport.version import __version__
 
 if TYPE_CHECKING:
     from kvexport.backends.base import Diagnosis as BackendDiagnosis
-    from kvexport.report.sections import Section
+    from kvexport.report import Section
 
 FLAGS = "avx2 fma f16c avx512f avx512_vnni avx512_bf16 avx512_fp16 amx_tile asimd asimdhp sve"
 
@@ -73,7 +73,7 @@ class Diagnosis:
         }
 
     def sections(self) -> list[Section]:
-        from kvexport.report.sections import KeyValues, Paragraph, Table
+        from kvexport.report import KeyValues, Paragraph, Table
 
         system = self.system
         machine = {

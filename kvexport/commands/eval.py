@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvexport.commands.options import HtmlOption, JsonOption, RecipeOption, SetOption
-from kvexport.commands.output import print_result, read_text, require_folder, write_page
+from kvexport.commands.options import JsonOption, RecipeOption, SetOption
+from kvexport.commands.output import print_result, read_text
 
 
 def evaluate(
@@ -35,18 +35,9 @@ def evaluate(
         Path | None, typer.Option(metavar="FILE", help="Measure on this text in place of Python's library.")
     ] = None,
     ruler: Annotated[Path | None, typer.Option(metavar="DIR", help="The folder of RULER's prepared tasks.")] = None,
-    against: Annotated[
-        str | None, typer.Option(metavar="A", help="The method to take differences to. [default: the recipe's]")
-    ] = None,
-    work: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Keep artifacts and results there, so that a killed run can continue."),
-    ] = None,
     as_json: JsonOption = False,
-    html: HtmlOption = None,
 ) -> None:
     """Compare methods at equal bytes: recall, perplexity and distance to the full cache."""
-    require_folder(html)
     from kvexport.packages import require
 
     require("eval")
@@ -69,11 +60,8 @@ def evaluate(
         batch=batch,
         source=None if text is None else read_text(text),
         suites=suites,
-        against=against,
     )
-    result = measure(recipe, overrides or (), options, work, show, say)
-    if html is not None:
-        write_page(html, f"Evaluation of {result.recipe}", "Methods at equal bytes", sections(result))
+    result = measure(recipe, overrides or (), options, show, say)
     print_result(as_json, result.to_json, lambda: sections(result))
 
 

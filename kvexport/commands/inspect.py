@@ -16,7 +16,7 @@ from kvexport.units import format_bytes
 
 if TYPE_CHECKING:
     from kvexport.artifact.manifest import Manifest
-    from kvexport.report.sections import Section
+    from kvexport.report import Section
 
 
 def inspect(
@@ -68,7 +68,7 @@ def _sections(
 ) -> list[Section]:
     from kvexport.plan.memory import layer_table
     from kvexport.recipe.fields import shown_length
-    from kvexport.report.sections import KeyValues, Table
+    from kvexport.report import KeyValues, Table
 
     recipe, model, batch = manifest.recipe, manifest.model, manifest.limits.max_batch
     parameters = ", ".join(f"{key}={value}" for key, value in recipe.cache.parameters.items())

@@ -84,10 +84,6 @@ CalibrateOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, output_option("--json", help="Print the result as JSON.")]
-HtmlOption = Annotated[
-    Path | None,
-    output_option("--html", metavar="FILE", help="Also write the report as a page."),
-]
 BackendOption = Annotated[
     str | None,
     backend_option(

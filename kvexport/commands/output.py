@@ -1,10 +1,9 @@
-"""Output of a command's results: text or JSON on stdout, or an HTML page in a file."""
+"""Output of a command's results: text or JSON on stdout."""
 
 from __future__ import annotations
 
 import json
 import math
-import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvexport.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvexport.report.sections import Section
+    from kvexport.report import Section
 
 
 def print_result(as_json: bool, data: Callable[[], Any], sections: Callable[[], Sequence[Section]]) -> None:
@@ -20,7 +19,7 @@ def print_result(as_json: bool, data: Callable[[], Any], sections: Callable[[], 
     if as_json:
         print_json(data())
         return
-    from kvexport.report.text import render_text
+    from kvexport.report import render_text
 
     print(render_text(sections()).rstrip("\n"))
 
@@ -36,28 +35,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def require_folder(page: Path | None) -> None:
-    """Raise UsageError if the folder of the HTML page to write does not exist; commands call this before other work."""
-    if page is not None and not page.absolute().parent.is_dir():
-        raise UsageError(
-            f"{page.parent}, where {page.name} is to be written, does not exist",
-            f"mkdir -p {shlex.quote(str(page.parent))}",
-        )
-
-
-def write_page(path: Path, title: str, subtitle: str, sections: Sequence[Section]) -> None:
-    """Write a command's report as an HTML page; raise UsageError if the file cannot be written."""
-    from kvexport.report.page import render_html
-
-    try:
-        path.write_text(render_html(title, subtitle, sections), encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
-        raise UsageError(
-            f"{path} cannot be written: {error.strerror}",
-            "name a file in a directory that exists and that you may write",
-        ) from error
 
 
 def read_text(path: Path) -> str:

@@ -10,10 +10,9 @@ import typer
 
 from kvexport.commands.options import JsonOption, SetOption, complete_recipe
 from kvexport.commands.output import print_json, print_result
-from kvexport.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvexport.report.sections import Section
+    from kvexport.report import Section
 
 
 def recipes(context: typer.Context, as_json: JsonOption = False) -> None:
@@ -21,7 +20,7 @@ def recipes(context: typer.Context, as_json: JsonOption = False) -> None:
     if context.invoked_subcommand is not None:
         return
     from kvexport.recipe.listing import list_recipes
-    from kvexport.report.sections import Table
+    from kvexport.report import Table
 
     listed = list_recipes()
     header = ("recipe", "model", "dtype", "method", "budget", "max length", "description")
@@ -37,28 +36,18 @@ def recipes(context: typer.Context, as_json: JsonOption = False) -> None:
 
 
 def recipes_show(
-    name: Annotated[str | None, typer.Argument(metavar="NAME_OR_FILE", autocompletion=complete_recipe)] = None,
+    name: Annotated[str, typer.Argument(metavar="NAME_OR_FILE", autocompletion=complete_recipe)],
     overrides: SetOption = None,
     resolved: Annotated[bool, typer.Option("--resolved", help="Show inherited values and defaults as well.")] = False,
     origin: Annotated[bool, typer.Option("--origin", help="Show where each value comes from.")] = False,
-    schema: Annotated[
-        bool, typer.Option("--schema", help="Print the JSON schema of recipes, for editors. Takes no name.")
-    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print a recipe: its own file, or all values with those that it inherits."""
-    if schema:
-        from kvexport.recipe.describe import recipe_schema
-
-        print_json(recipe_schema())
-        return
-    if name is None:
-        raise UsageError("which recipe is to be shown?", "kvexport recipes show NAME; `kvexport recipes` lists them")
     import yaml
 
     from kvexport.recipe.listing import list_recipes
     from kvexport.recipe.load import load_recipe
-    from kvexport.report.sections import Table
+    from kvexport.report import Table
 
     path = {info.name: info.path for info in list_recipes()}.get(name, Path(name))
     if not (resolved or origin or as_json or overrides) and path.is_file():
@@ -79,7 +68,7 @@ def recipes_methods(as_json: JsonOption = False) -> None:
     from dataclasses import asdict
 
     from kvexport.recipe.listing import describe_method_parameters
-    from kvexport.report.sections import Paragraph, Table
+    from kvexport.report import Paragraph, Table
 
     methods = describe_method_parameters()
 

@@ -1,18 +1,13 @@
-"""The command `kvexport serve`: one model or several behind the HTTP APIs of OpenAI and Anthropic."""
+"""The command `kvexport serve`: a model behind the HTTP APIs of OpenAI and Anthropic."""
 
 from __future__ import annotations
 
 import ipaddress
 import logging
 import os
-import signal
-import sys
-import threading
-from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, TextIO
-from urllib.parse import quote
+from typing import Annotated
 
 import typer
 
@@ -27,7 +22,7 @@ from kvexport.commands.options import (
     in_panel,
 )
 from kvexport.errors import UsageError
-from kvexport.serve.settings import KEY_VARIABLE, SUPERVISED, check_keys
+from kvexport.serve.settings import KEY_VARIABLE, check_keys
 from kvexport.units import parse_bytes
 
 
@@ -46,13 +41,12 @@ server_option, request_option, session_option = (
 
 
 def serve(
-    context: typer.Context,
-    sources: Annotated[
-        list[str],
+    source: Annotated[
+        str,
         typer.Argument(
             metavar="MODEL",
             help="The folder of an artifact; or a hub id, a checkpoint's folder or a GGUF file, which is built the "
-            "first time. Several are loaded when they are asked for.",
+            "first time.",
         ),
     ],
     budget: BudgetOption = None,
@@ -98,15 +92,6 @@ def serve(
         list[str] | None,
         server_option(
             metavar="URL", help="Let web pages of this origin call the server; '*' is any. This option is repeatable."
-        ),
-    ] = None,
-    keep_alive: Annotated[
-        float | None,
-        server_option(
-            min=1,
-            metavar="SECONDS",
-            help="Unload a model that got no request for this long. [default: 300 with several models, else never]",
-            show_default=False,
         ),
     ] = None,
     log_level: Annotated[
@@ -189,33 +174,23 @@ def serve(
     After SIGTERM or an interrupt, running requests may end. `kvexport docs tasks/serve` describes routes, limits,
     metrics and security.
 
-    With several models, each request names a model. A model's process starts with the model's first request, and ends
-    after --keep-alive seconds without a request. All options hold for each model.
-
     Example: kvexport serve Qwen/Qwen3-0.6B --budget 1024
     """
-    supervised = os.environ.pop(SUPERVISED, None)
-    address = _supervised() if supervised else sys.stdout
     keys = keys_of(host, api_key)
     _log(log_level)
-    if supervised:  # the server that forwards the requests logs them
-        logging.getLogger("kvexport.serve.requests").disabled = True
     from kvexport.packages import require
 
     require("serve")
     from kvexport.commands.loading import adapters_of, load_engine
+    from kvexport.models import is_model
     from kvexport.serve.app import create_app
     from kvexport.serve.run import listen, run
     from kvexport.serve.settings import ServeSettings
     from kvexport.terminal import say
 
-    names = _names(sources)
-    several = len(sources) > 1 or keep_alive is not None
-    if several and (name or adapter):
-        raise UsageError("--name and --adapter are for one model that stays loaded", "a server of its own for it")
-    source, adapters = sources[0], adapters_of(adapter or ())
+    adapters = adapters_of(adapter or ())
     settings = ServeSettings(
-        names=tuple(name or names),
+        names=tuple(name or [source if is_model(source) else Path(source).resolve().name]),
         api_keys=keys,
         hosts=tuple(allow_host or ()),
         origins=tuple(allow_origin or ()),
@@ -239,18 +214,9 @@ def serve(
     url = f"http://{shown}:{listener.getsockname()[1]}"
 
     def ready() -> None:
-        print(url, file=address, flush=True)
-        where = f"OpenAI's API at {url}/v1, Anthropic's at {url}, a chat page at {url}/"
-        say(f"{source} is loaded" if supervised else f"ready: {where}")
-        if supervised:
-            address.close()
+        print(url, flush=True)
+        say(f"ready: OpenAI's API at {url}/v1, Anthropic's at {url}, a chat page at {url}/")
 
-    if several:
-        from kvexport.serve.models import create_models_app
-
-        commands = {one: _command(context, source, one) for one, source in names.items()}
-        run(create_models_app(commands, settings, 300.0 if keep_alive is None else keep_alive), listener, ready)
-        return
     engine = load_engine(
         source,
         budget,
@@ -266,59 +232,6 @@ def serve(
     app = create_app(engine, settings)
     say(f"memory: {app.state.service.memory}")
     run(app, listener, ready)
-
-
-def _names(sources: Sequence[str]) -> dict[str, str]:
-    """Return the model or artifact for each name that requests use. An artifact has the name of its folder."""
-    from kvexport.artifact.reading import load_manifest
-    from kvexport.models import is_model
-
-    names: dict[str, str] = {}
-    for source in sources:
-        name = source if is_model(source) else Path(source).resolve().name
-        if name in names:
-            raise UsageError(f"two models are named {name}", "copies in folders of other names")
-        if name != source and len(sources) > 1:
-            load_manifest(Path(source), verify=False)  # raises an error for a broken artifact
-        names[name] = source
-    return names
-
-
-# Parameters that the processes of several models do not get as given: the server keeps or changes them.
-_OWN = ("sources", "host", "port", "api_key", "allow_host", "allow_origin", "keep_alive", "session_folder", "name")
-
-
-def _command(context: typer.Context, source: str, name: str) -> list[str]:
-    """Return the command line of a process that serves one model on a free port, with this command's options."""
-    command = [sys.executable, "-m", "kvexport", "serve", source, "--port=0", f"--name={name}"]
-    for parameter in context.command.params:
-        origin = context.get_parameter_source(str(parameter.name))
-        if parameter.name in _OWN or origin is None or origin.name != "COMMANDLINE":
-            continue
-        values: Any = context.params[str(parameter.name)]
-        for value in values if isinstance(values, list | tuple) else [values]:
-            if isinstance(value, bool):
-                command.append((parameter.opts if value else parameter.secondary_opts)[0])
-            else:
-                command.append(f"{parameter.opts[0]}={value.value if isinstance(value, Enum) else value}")
-    if (folder := context.params["session_folder"]) is not None:
-        command.append(f"--session-folder={folder / quote(name, safe='')}")
-    return command
-
-
-def _supervised() -> TextIO:
-    """Let this process end with its parent, and return the pipe in which the parent expects only an address."""
-    address = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print while a model is built or loaded goes to the log
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    return address
-
-
-def _end_with_parent() -> None:
-    """End this process when the process that started it, and holds the other end of stdin's pipe, has ended."""
-    while os.read(0, 4096):  # sys.stdin has a lock, which this thread would still hold when Python ends
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _log(level: LogLevel) -> None:

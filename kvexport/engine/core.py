@@ -84,8 +84,8 @@ class EngineCore:
         self._turns = Turns()
         self._early: list[Request] = []  # requests that got a token between two steps; the next step returns them
         self._closed = False
-        if self._periodic:  # allocates the full caches of periodic selection now, in memory or in a file
-            self._pool.make(self.max_batch if manifest.recipe.cache.periodic.store else 1, others=False)
+        if self._periodic:  # allocates the full cache of periodic selection now
+            self._pool.make(1, others=False)
 
     # ---- the life of an engine ----
 

@@ -63,7 +63,7 @@ def load(
     later = {name for one in backends.all_backends() for name in one.verified}
     manifest = load_manifest(path, verify=verify, later=later)
     runtime = backends.get(manifest.recipe.backend.name if backend is None else backend)
-    if (device or runtime.device(manifest.recipe)) == "cpu" and manifest.recipe.cache.periodic.store is None:
+    if (device or runtime.device(manifest.recipe)) == "cpu":
         fix = "an artifact of a smaller limits.max_length or cache.budget (kvexport plan says what a recipe takes)"
         require_memory(state_bytes(manifest.recipe, manifest.cache), "the cache of one sequence", fix)
     loaded = load_adapters(manifest, adapters or {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -150,7 +149,6 @@ class Request:
         id: The engine's number of the request, from 1. The engine writes `id` and all following attributes.
         state: Waiting, prefilling, decoding or finished.
         lane: The request's lane (row of the batch); -1 without one.
-        begun: The time of `time.perf_counter()` at which the request first got a lane.
         parked: The saved lane of a request that gave its lane to a request with a lower `priority` number.
         ids: Token ids of `start` and of the prompt, [n] int64.
         places: For each of `ids`, the number (from 1) of the vector of `images` in its place; 0 for none.
@@ -186,7 +184,6 @@ class Request:
     id: int = field(default=0, init=False)
     state: State = field(default=WAITING, init=False)
     lane: int = field(default=-1, init=False)
-    begun: float = field(default=0.0, init=False)
     parked: Saved | None = field(default=None, init=False, repr=False)
     ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64), init=False)
     places: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64), init=False, repr=False)
@@ -384,7 +381,6 @@ class Request:
         if self.fork_of is not None:
             self.skip(len(self.ids))
         self.state, self.lane = PREFILLING if self.unread else DECODING, lane
-        self.begun = self.begun or time.perf_counter()
 
     def park(self, saved: Saved) -> None:
         """Return the request to the waiting state, with the saved state of the lane that it gives up."""

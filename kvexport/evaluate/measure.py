@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvexport.engine.engine import Engine
 from kvexport.errors import UsageError
-from kvexport.evaluate.reference import Logs, Reference, Writer, log_softmax
+from kvexport.evaluate.reference import Logs, Reference, log_softmax
 from kvexport.evaluate.tasks import Sample
 
 Rows = NDArray[np.float32]  # logits [evaluated positions, vocabulary]
@@ -101,7 +101,7 @@ def run_samples(
     batch: int,
     *,
     reference: Reference | None = None,
-    writer: Writer | None = None,
+    writer: Reference | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[Outcome]:
     outcomes = []

@@ -11,25 +11,19 @@ that token is stored one step lower.
 
 from __future__ import annotations
 
-import json
-import shlex
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.errors import EnvironmentProblem, UsageError
-from kvexport.files import file_digests, new_file, write_file
+from kvexport.errors import EnvironmentProblem
 from kvexport.units import format_bytes
 
 STEPS = 2048  # per nat
 LOWEST = 65535
-_BYTES = 2
 
 Logs = NDArray[np.float64]  # log-probabilities [rows, vocabulary], nats
 
@@ -58,88 +52,28 @@ def decode(steps: NDArray[np.uint16]) -> Logs:
     return logs
 
 
-def needed_bytes(rows: int, vocabulary: int) -> int:
-    return rows * vocabulary * _BYTES
-
-
-def require_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise EnvironmentProblem(
-            f"the full cache's predictions take {format_bytes(needed)}, and {folder} has {format_bytes(free)} free",
-            "--work DIR on another disk, fewer --samples, or a smaller --length",
-        )
-
-
-@dataclass(frozen=True)
 class Reference:
-    """The full KV cache's log-probabilities at the evaluated positions of a task's samples, in a memory-mapped file."""
+    """The full KV cache's log-probabilities at the evaluated positions of a task's samples, in a file of `folder`."""
 
-    steps: NDArray[np.uint16]
-    starts: tuple[int, ...]  # first row of every sample
-
-    def logs(self, sample: int, first: int, count: int) -> Logs:
-        start = self.starts[sample] + first
-        return decode(self.steps[start : start + count])
-
-
-class Writer:
-    """Writer of a file with the full KV cache's log-probabilities of tokens; positions may come in any order."""
-
-    def __init__(self, stream: BinaryIO, starts: Sequence[int], vocabulary: int) -> None:
-        self._stream, self._starts, self._width = stream, starts, vocabulary * _BYTES
+    def __init__(self, folder: Path, name: str, counts: Sequence[int], vocabulary: int) -> None:
+        shape, path = (sum(counts), vocabulary), folder / f"{name}.logs"
+        size = 2 * shape[0] * shape[1]
+        try:
+            with path.open("wb") as file:
+                # On a full disk, a write to a mapped file would end the process.
+                os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            raise EnvironmentProblem(
+                f"the full cache's predictions take {format_bytes(size)} in {folder}: {error.strerror or error}",
+                "TMPDIR=DIR on another disk, fewer --samples, or a smaller --length",
+            ) from error
+        self._steps = np.memmap(path, np.uint16, "r+", shape=shape)
+        self._starts = np.cumsum([0, *counts])[:-1].tolist()
 
     def put(self, sample: int, first: int, logs: Logs) -> None:
-        self._stream.seek((self._starts[sample] + first) * self._width)
-        self._stream.write(encode(logs).tobytes())
+        start = self._starts[sample] + first
+        self._steps[start : start + len(logs)] = encode(logs)
 
-
-class References:
-    """A folder of files with the full KV cache's predictions, each named by the digest of its model and samples."""
-
-    def __init__(self, folder: Path, vocabulary: int) -> None:
-        self._folder, self._vocabulary = folder, vocabulary
-
-    def path(self, key: str) -> Path:
-        return self._folder / f"full-{key[:32]}.logs"
-
-    def open(self, key: str, counts: Sequence[int]) -> Reference | None:
-        path = self.path(key)
-        note = path.with_suffix(".json")
-        if not note.exists():
-            return None
-        total = sum(counts)
-        try:
-            written = json.loads(note.read_text(encoding="utf-8"))
-            whole = path.stat().st_size == needed_bytes(total, self._vocabulary)
-            whole = whole and written == {"key": key, "sha256": self._digest(path)}
-        except (OSError, ValueError):
-            whole = False
-        if not whole:
-            raise UsageError(
-                f"{path} is damaged: its digest does not match",
-                f"rm {shlex.quote(str(note))}, and the full cache runs again",
-            )
-        mapped = np.memmap(path, np.uint16, "r", shape=(total, self._vocabulary))
-        return Reference(mapped, _starts(counts))
-
-    @contextmanager
-    def write(self, key: str, counts: Sequence[int]) -> Iterator[Writer]:
-        """Yield a writer of the file with the full KV cache's predictions for the digest `key`.
-
-        The file gets its name when the block ends without an error.
-        """
-        path = self.path(key)
-        note = path.with_suffix(".json")
-        note.unlink(missing_ok=True)  # of older predictions: without a note, a killed run measures again
-        with new_file(path) as stream:
-            yield Writer(stream, _starts(counts), self._vocabulary)
-        write_file(note, json.dumps({"key": key, "sha256": self._digest(path)}))
-
-    def _digest(self, path: Path) -> str:
-        (digest,) = file_digests(self._folder, [path.name])
-        return digest
-
-
-def _starts(counts: Sequence[int]) -> tuple[int, ...]:
-    return tuple(int(start) for start in np.cumsum([0, *counts])[:-1])
+    def logs(self, sample: int, first: int, count: int) -> Logs:
+        start = self._starts[sample] + first
+        return decode(self._steps[start : start + count])

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import TypeAdapter
 
-from kvexport.errors import UsageError
 from kvexport.evaluate.measure import Outcome
 from kvexport.evaluate.statistics import Estimate, mean, share
 from kvexport.evaluate.suites import Item
 from kvexport.evaluate.tasks import TASKS, Sample
-from kvexport.files import json_digest, write_file
 
 KL, ACCURACY = "kl", "accuracy"
 
@@ -36,9 +30,6 @@ class Options:
     batch: int = 8
     source: str | None = None  # text that samples are made from
     suites: dict[str, list[Item]] = field(default_factory=dict)  # items of RULER, by task
-    # The label of the method with which paired differences compare the others; None for the recipe's own method, or for
-    # the last label if the recipe's method is not compared
-    against: str | None = None
 
 
 @dataclass(frozen=True)
@@ -77,22 +68,6 @@ class Result:
     scores: dict[str, Score] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A paired difference of two methods at the same budget: the mean of the samples' differences.
-
-    The samples' figure is "kl" or "accuracy". The interval of the mean difference is narrower than the intervals of the
-    two methods' own figures suggest, because both methods ran on the same samples.
-    """
-
-    label: str
-    budget: float
-    against: str
-    task: str
-    figure: str
-    difference: Estimate
-
-
 @dataclass
 class Evaluation:
     recipe: str
@@ -102,31 +77,9 @@ class Evaluation:
     full: Result  # result of the full cache; its bytes are those of `length` tokens
     results: list[Result]
     tasks: list[str]  # tasks that the user chose
-    against: str = ""
-    differences: list[Difference] = field(default_factory=list)  # paired differences of all other methods to `against`
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def paired(results: Sequence[Result], against: str) -> list[Difference]:
-    """Return every method's figures minus those of the method `against` at the same budget, as paired differences.
-
-    There is a difference for every task and figure that both methods have.
-    """
-    differences = []
-    bases = {result.budget: result for result in results if result.label == against}
-    for result in results:
-        base = bases.get(result.budget)
-        if base is None or result is base or result.budget is None:
-            continue
-        for task, score in result.scores.items():
-            for figure in (KL, ACCURACY):
-                own_values, base_values = score.samples.get(figure), base.scores[task].samples.get(figure)
-                if own_values and base_values:
-                    estimate = mean([x - y for x, y in zip(own_values, base_values, strict=True)])
-                    differences.append(Difference(result.label, result.budget, against, task, figure, estimate))
-    return differences
 
 
 def line(result: Result) -> str:
@@ -164,25 +117,3 @@ def score_of(task: str, samples: Sequence[Sample], outcomes: Sequence[Outcome], 
     positions = np.concatenate([o.kl for o in outcomes])
     agreement = float(np.concatenate([o.agrees for o in outcomes]).mean())
     return replace(score, kl=mean(every[KL]), kl_99=float(np.quantile(positions, 0.99)), agreement=agreement)
-
-
-def read_result(path: Path, key: str) -> Result | None:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        whole = content["sha256"] == json_digest([content["key"], content["result"]])
-        result = TypeAdapter(Result).validate_python(content["result"]) if whole else None
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError):
-        whole = False
-    if not whole:
-        raise UsageError(
-            f"{path} is damaged: its digest does not match",
-            f"rm {shlex.quote(str(path))}, and the setting is measured again",
-        )
-    return result if content["key"] == key else None
-
-
-def write_result(path: Path, key: str, result: Result) -> None:
-    values = json.loads(json.dumps(asdict(result)))  # tuples become lists, as in the file
-    write_file(path, json.dumps({"key": key, "sha256": json_digest([key, values]), "result": values}, indent=1))

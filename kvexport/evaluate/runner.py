@@ -2,50 +2,33 @@
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.errors import UsageError
 from kvexport.evaluate.language import language_of
 from kvexport.evaluate.measure import run_samples
-from kvexport.evaluate.reference import Reference, References, Writer, needed_bytes, require_space
-from kvexport.evaluate.result import (
-    ACCURACY,
-    Evaluation,
-    Options,
-    Result,
-    Score,
-    line,
-    paired,
-    read_result,
-    score_of,
-    write_result,
-)
+from kvexport.evaluate.reference import Reference
+from kvexport.evaluate.result import ACCURACY, Evaluation, Options, Result, Score, line, score_of
 from kvexport.evaluate.settings import FULL, Setting, equal_bytes, load_setting
 from kvexport.evaluate.statistics import mean
 from kvexport.evaluate.suites import run_items
 from kvexport.evaluate.tasks import TASKS, Sample
-from kvexport.files import PART, json_digest
 from kvexport.language.tokenizer import FILE_NAME, Tokenizer
 from kvexport.plan.planner import plan_cache
 from kvexport.recipe.fields import Recipe
-from kvexport.schema.state import CONTRACT_VERSION
 from kvexport.terminal import Progress, silent
 from kvexport.units import format_seconds
-from kvexport.version import __version__
 
 if TYPE_CHECKING:
     from kvexport.export.weights.write import SharedWeights
 
-LONG = 120  # seconds; a longer run prints a hint about the option --work
 Show = Callable[[str, int | None], Progress]
 Tell = Callable[[str], None]
 
@@ -54,29 +37,11 @@ def evaluate(
     recipe: str,
     overrides: Sequence[str],
     options: Options,
-    work: Path | None = None,
     progress: Show = silent,
     tell: Tell = lambda _: None,
 ) -> Evaluation:
-    with ExitStack() as stack:
-        folder = work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvexport-eval-")))
-        folder.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(alone(folder))
-        return Run(recipe, list(overrides), options, folder, progress, tell, kept=work is not None).all()
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    with (folder / ".lock").open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(
-                f"another evaluation works in {folder}", "--work with another directory, or wait for it"
-            ) from None
-        for left in (*folder.glob(f"predictions/.*{PART}"), *folder.glob(f"results/.*{PART}")):
-            left.unlink()
-        yield
+    with tempfile.TemporaryDirectory(prefix="kvexport-eval-") as folder:
+        return Run(recipe, list(overrides), options, Path(folder), progress, tell).all()
 
 
 class Run:
@@ -88,14 +53,11 @@ class Run:
         folder: Path,
         progress: Show,
         tell: Tell = lambda _: None,
-        *,
-        kept: bool = False,
     ) -> None:
         from kvexport.export.build import read_model
         from kvexport.recipe.load import load_recipe
 
-        self.recipe, self.options, self.folder, self.progress = recipe, options, folder, progress
-        self.tell, self.kept = tell, kept
+        self.recipe, self.options, self.folder, self.progress, self.tell = recipe, options, folder, progress, tell
         if unknown := [name for name in options.tasks if name not in TASKS]:
             raise UsageError(f"unknown task {unknown[0]!r}", f"--tasks {','.join(TASKS)}")
         own = load_recipe(recipe, overrides).recipe
@@ -120,18 +82,12 @@ class Run:
         ]
         labels = options.methods or tuple(dict.fromkeys(("streaming", "h2o", own.cache.method)))
         bounded = list(dict.fromkeys(label for label in labels if label != FULL))
-        self.against = _against(options.against, bounded, own.cache.method)
         self.geometry = shape.geometry
         self.settings = equal_bytes(recipe, bounded, options.budgets, self.length, self.geometry, self.common)
         self.references: dict[str, Reference] = {}
-        self._fingerprint = shape.checkpoint.fingerprint
         self._vocabulary = int(config.vocab_size)
         self._shared: dict[str, SharedWeights] = {}
         self._seconds: list[float] = []  # seconds of each setting measured in this run
-        stated = {
-            name: [(i.prompt, i.prefix, i.max_new_tokens) for i in items] for name, items in options.suites.items()
-        }
-        self._conditions = [self._of_samples(*self.samples), stated, self.length]
 
     def _samples(self) -> dict[str, list[Sample]]:
         samples = {}
@@ -145,11 +101,11 @@ class Run:
 
     def all(self) -> Evaluation:
         full = self.full()
-        self._report(full, self.settings)
+        self._report(full, len(self.settings))
         results = []
         for n, setting in enumerate(self.settings, 1):
             results.append(self.measure(setting))
-            self._report(results[-1], self.settings[n:])
+            self._report(results[-1], len(self.settings) - n)
         return Evaluation(
             self.recipe,
             self.length,
@@ -158,8 +114,6 @@ class Run:
             full,
             results,
             [*self.samples, *self.options.suites],
-            self.against,
-            paired(results, self.against),
         )
 
     def full(self) -> Result:
@@ -169,59 +123,24 @@ class Run:
         exact = recipe.model_copy(update={"limits": recipe.limits.model_copy(update={"max_length": self.length})})
         size = plan_cache(exact, self.geometry).bytes()
         setting = Setting(FULL, 0.0, self.length, size, recipe)
-        folder = self.folder / "predictions"
-        folder.mkdir(exist_ok=True)
-        references = References(folder, self._vocabulary)
-        counts = {task: [len(sample.counted) for sample in samples] for task, samples in self.samples.items()}
-        keys = {task: json_digest([self._identity(recipe), self._of_samples(task)]) for task in self.samples}
-        opened = {task: references.open(keys[task], counts[task]) for task in self.samples}
-        kept = read_result(*self._place(setting))
-        if kept is None or None in opened.values():
-            rows = sum(map(sum, counts.values()))
-            require_space(folder, needed_bytes(rows, self._vocabulary))
-            with ExitStack() as stack:
-                writers = {
-                    task: stack.enter_context(references.write(keys[task], counts[task])) for task in self.samples
-                }
-                kept = self._measure(setting, None, writers)
-            opened = {task: references.open(keys[task], counts[task]) for task in self.samples}
-            write_result(*self._place(setting), kept)
-        self.references = {task: reference for task, reference in opened.items() if reference is not None}
-        return kept
+        self.references = {
+            task: Reference(self.folder, task, [len(sample.counted) for sample in samples], self._vocabulary)
+            for task, samples in self.samples.items()
+        }
+        return self._measure(setting, None)
 
     def measure(self, setting: Setting) -> Result:
-        """Measure one compression method at one budget on every task, or read its result from an earlier run.
+        """Measure one compression method at one budget on every task.
 
         `full` must be called first, because the predictions of the full KV cache have to exist.
         """
-        result = read_result(*self._place(setting))
-        if result is None:
-            result = self._measure(setting, setting.budget, {})
-            write_result(*self._place(setting), result)
-        return result
+        return self._measure(setting, setting.budget)
 
-    def _place(self, setting: Setting) -> tuple[Path, str]:
-        folder = self.folder / "results"
-        folder.mkdir(exist_ok=True)
-        key = json_digest([self._identity(setting.recipe), setting.label, setting.budget, self._conditions])
-        return folder / f"{_file_name(_name(setting))}-{key[:16]}.json", key
-
-    def _identity(self, recipe: Recipe) -> list[Any]:
-        """Return what an engine's predictions depend on, as plain values; a checkpoint counts by its content."""
-        fields = recipe.model_dump(mode="json", exclude={"description": True, "model": {"path"}})
-        return [__version__, CONTRACT_VERSION, self._fingerprint, fields]
-
-    def _of_samples(self, *tasks: str) -> dict[str, Any]:
-        return {task: [[s.ids, s.prompt, s.counted] for s in self.samples[task]] for task in tasks}
-
-    def _report(self, result: Result, rest: Sequence[Setting]) -> None:
-        left = [setting for setting in rest if not self._place(setting)[0].exists()]
+    def _report(self, result: Result, left: int) -> None:
         text = line(result)
-        if left and self._seconds:
-            seconds = self._seconds[-1] * len(left)
-            text += f"; {len(left)} of {len(self.settings)} to go, about {format_seconds(seconds)}"
-            if result.budget is None and seconds > LONG and not self.kept:
-                text += " (with --work DIR a run that was killed goes on)"
+        if left:
+            seconds = self._seconds[-1] * left
+            text += f"; {left} of {len(self.settings)} to go, about {format_seconds(seconds)}"
         self.tell(text)
 
     def _engine(self, name: str, recipe: Recipe) -> Engine:
@@ -233,7 +152,7 @@ class Run:
         shared = self._shared[model]
         return load(build(recipe, self.folder / _file_name(name), shared=shared), verify=False)
 
-    def _measure(self, setting: Setting, budget: float | None, writers: Mapping[str, Writer]) -> Result:
+    def _measure(self, setting: Setting, budget: float | None) -> Result:
         start, name = time.monotonic(), _name(setting)
         with self.progress(f"building {name}", None):
             engine = self._engine(name, setting.recipe)
@@ -247,7 +166,7 @@ class Run:
                     samples,
                     self.options.batch,
                     reference=None if budget is None else self.references[task],
-                    writer=writers.get(task),
+                    writer=self.references[task] if budget is None else None,
                     advance=bar.advance,
                 )
                 result.scores[task] = score_of(task, samples, outcomes, compared=budget is not None)
@@ -255,16 +174,9 @@ class Run:
                 scores = run_items(engine, items, self.options.batch)
                 result.scores[suite] = Score(suite, accuracy=mean(scores), samples={ACCURACY: tuple(scores)})
                 bar.advance(len(items))
-        if not self.kept:
-            shutil.rmtree(engine.path)
+        shutil.rmtree(engine.path)
         self._seconds.append(time.monotonic() - start)
         return result
-
-
-def _against(label: str | None, labels: Sequence[str], own: str) -> str:
-    if label is not None and label not in labels:
-        raise UsageError(f"{label!r} is not among the compared labels", f"--against {labels[-1] if labels else FULL}")
-    return label or (own if own in labels or not labels else labels[-1])
 
 
 def _name(setting: Setting) -> str:

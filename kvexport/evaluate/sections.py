@@ -1,20 +1,18 @@
-"""The report of an evaluation of compression methods: tables and plots for `kvexport.report`."""
+"""The report of an evaluation of compression methods: tables for `kvexport.report`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
-from kvexport.evaluate.result import KL, Evaluation, Result, named
+from kvexport.evaluate.result import Evaluation, named
 from kvexport.evaluate.statistics import Estimate
 from kvexport.evaluate.tasks import TASKS
-from kvexport.report.sections import Cell, KeyValues, Paragraph, Plot, Section, Series, Table
+from kvexport.report import Cell, KeyValues, Paragraph, Section, Table
 from kvexport.units import format_bytes
 
 
 def sections(evaluation: Evaluation) -> list[Section]:
-    parts = (_summary, _tables, _curves, _needles)
+    parts = (_summary, _tables, _needles)
     return [section for part in parts for section in part(evaluation)]
 
 
@@ -49,7 +47,6 @@ def _tables(evaluation: Evaluation) -> list[Section]:
         rows = [(named(r), *(_cell(r.scores[t].kl) for t in compared)) for r in evaluation.results]
         note = "Nats per judged position (answers; of a text its second half), and the interval of the mean."
         out.append(Table("KL(full cache || method)", ("method", *compared), rows, note))
-    out += _differences(evaluation)
     for task in texts:
         shown = [(named(r), r.scores[task]) for r in everyone]
         lines = [
@@ -61,70 +58,12 @@ def _tables(evaluation: Evaluation) -> list[Section]:
     return out
 
 
-def _differences(evaluation: Evaluation) -> list[Section]:
-    """Return tables of the paired differences of each method's figures to those of the method `against`.
-
-    The difference of two methods on the same samples can be certain although the intervals of their means overlap.
-    """
-    differences = {(d.label, d.budget, d.task, d.figure): d.difference for d in evaluation.differences}
-    columns = list(dict.fromkeys((d.task, d.figure) for d in evaluation.differences))
-    rows = []
-    for r in evaluation.results:
-        cells = [_cell(differences.get((r.label, r.budget or 0.0, *column))) for column in columns]
-        if any(cells):
-            rows.append((named(r), *cells))
-    if not rows:
-        return []
-    header = ("method", *(f"{task}, {'KL' if figure == KL else 'right'}" for task, figure in columns))
-    note = "At the same budget and of the same samples; the interval of the mean difference. One that does not hold 0 "
-    note += "is a difference: KL below 0 is nearer to the full cache."
-    return [Table(f"Paired differences to {evaluation.against}", header, rows, note)]
-
-
 def _cell(estimate: Estimate | None) -> str | None:
     return str(estimate) if estimate else None
 
 
 def _perplexity(nll: Estimate | None) -> tuple[float | None, ...]:
     return (None, None, None) if nll is None else tuple(math.exp(min(x, 700.0)) for x in (nll.value, nll.low, nll.high))
-
-
-def _curves(evaluation: Evaluation) -> list[Section]:
-    results = evaluation.results
-    if not results:
-        return []
-    exact = [t for t in evaluation.tasks if evaluation.full.scores[t].accuracy is not None]
-    sizes = tuple(float(r.bytes) for r in [evaluation.full, *results])
-
-    def over_bytes(
-        title: str, y_label: str, figure: Callable[[Result], Estimate | None], full: bool = True, **options: Any
-    ) -> Plot:
-        return Plot(
-            title, "bytes per sequence", y_label, _series(evaluation, figure, full), x_log=True, x_also=sizes, **options
-        )
-
-    out: list[Section] = []
-    for task in exact:
-        accuracy: Any = lambda r, t=task: r.scores[t].accuracy  # noqa: E731
-        out.append(over_bytes(f"Accuracy: {task}", "accuracy", accuracy, y_also=(0.0, 1.0)))
-    for task in (t for t in evaluation.tasks if t in TASKS):
-        title, kl = f"KL to the full cache: {task}", lambda r, t=task: r.scores[t].kl
-        out.append(over_bytes(title, "KL, nats", kl, full=False, y_log=True))
-    return out
-
-
-def _series(evaluation: Evaluation, figure: Callable[[Result], Estimate | None], full: bool) -> list[Series]:
-    """Return a plot's series over the bytes of the KV cache: a line for each method, and a point for the full cache."""
-    labels = list(dict.fromkeys(r.label for r in evaluation.results))
-    methods = [(label, [r for r in evaluation.results if r.label == label]) for label in labels]
-    methods += [(evaluation.full.label, [evaluation.full])] if full else []
-    lines = []
-    for label, results in methods:
-        points = [(r.bytes, estimate) for r in results if (estimate := figure(r))]
-        x, estimates = [float(b) for b, _ in points], [e for _, e in points]
-        bands = ([getattr(e, name) for e in estimates] for name in ("value", "low", "high"))
-        lines.append(Series(label, x, *bands))
-    return lines
 
 
 def _needles(evaluation: Evaluation) -> list[Section]:

@@ -16,9 +16,8 @@ from kvexport.images.rows import KEPT_ROWS
 from kvexport.machine import KEPT_BYTES
 from kvexport.plan.cache import CachePlan, LayerCache, LayerGeometry
 from kvexport.plan.planner import cache_notes, plan_cache, settled_plan, state_bytes
-from kvexport.recipe.fields import MOST, Recipe, shown_length
-from kvexport.report.sections import KeyValues, Section, Table
-from kvexport.schema.state import RING, StateTensor
+from kvexport.recipe.fields import Recipe, shown_length
+from kvexport.report import KeyValues, Section, Table
 from kvexport.units import format_bytes
 
 PROGRAM_BYTES = 512 << 20  # Python, the backend, and activations of a small model
@@ -98,25 +97,6 @@ class MemoryPlan:
         return state_bytes(self.recipe, settled_plan(self.recipe, self.cache))
 
     @property
-    def snapshot_bytes(self) -> int:
-        """The bytes of a snapshot of one sequence, taken right after the prompt's merge.
-
-        It has the slots of the budgets, and the queries of a ring that the next merge will still read
-        (`Lanes.before_merge`).
-        """
-        recipe, caches = self.recipe, self.cache.caches
-        slack = self.cache.heads("capacity") - self.cache.heads("budget")
-        room = int(slack[slack > 0].min(initial=MOST)) if (slack > 0).any() else 0
-        most = recipe.cache.merge_every if recipe.cache.merge_prompts == "end" else 1
-        tokens = max(min(most, room - recipe.export.prefill_chunk + 1), 0)
-        layers = []
-        for layer, shape in zip(caches, self.geometry, strict=True):
-            replaced = tokens * shape.query_heads // shape.kv_heads
-            extra = tuple(_with_fewer_rows(x, replaced) if x.name in RING else x for x in layer.extra)
-            layers.append(replace(layer, capacity=layer.budget, extra=extra))
-        return replace(self.cache, caches=tuple(layers)).bytes()
-
-    @property
     def batch_bytes(self) -> int:
         return state_bytes(self.recipe, self.cache, self.recipe.limits.max_batch)
 
@@ -161,8 +141,7 @@ class MemoryPlan:
     def _after_prompt(self) -> str:
         if self.recipe.cache.merge_prompts == "chunks":
             return ""
-        used, saved = format_bytes(self.settled_bytes), format_bytes(self.snapshot_bytes)
-        return f" while its prompt is read; {used} of it are used afterwards, {saved} are in a snapshot taken at once"
+        return f" while its prompt is read; {format_bytes(self.settled_bytes)} of it are used afterwards"
 
     def fit(self, memory: int) -> Fit:
         room = max(0, memory - self.fixed_bytes)
@@ -214,7 +193,6 @@ class MemoryPlan:
             "arena_bytes": self.arena_bytes,
             "cache_bytes_per_sequence": self.sequence_bytes,
             "cache_bytes_after_prompt": self.settled_bytes,
-            "snapshot_bytes_after_prompt": self.snapshot_bytes,
             "cache_bytes": self.batch_bytes,
             "server_bytes": self.server.total,
             "full_cache_bytes_per_sequence": self.full_bytes,
@@ -294,11 +272,6 @@ def gpu_bytes(recipe: Recipe, config: Any, itemsize: int) -> int:
     activations = lanes * chunk * (2 * config.hidden_size + 3 * inner) * itemsize
     logits = 4 * lanes * config.vocab_size * (chunk if recipe.all_logits else 1)
     return int(activations + logits + CUDA_BYTES)
-
-
-def _with_fewer_rows(ring: StateTensor, count: int) -> StateTensor:
-    *outer, rows = ring.dims[:3]
-    return replace(ring, dims=(*outer, max(int(rows) - count, 0), *ring.dims[3:]))
 
 
 def full_layer_bytes(layer: LayerGeometry, length: int, itemsize: int) -> int:

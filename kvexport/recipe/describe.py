@@ -1,7 +1,7 @@
 """Descriptions of every field of a recipe and every parameter of a compression method.
 
-The descriptions come from the definitions of the fields. Listings, the table of docs/reference/recipe.md, messages and
-a JSON schema for editors use them.
+The descriptions come from the definitions of the fields. Listings, messages and the table of docs/reference/recipe.md
+use them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from kvexport.methods import all_methods
-from kvexport.recipe.fields import MOST, Recipe
+from kvexport.recipe.fields import MOST
 
 BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<=", "minLength": "length >="}
-DIALECT = "https://json-schema.org/draft/2020-12/schema"
-EXTENDS = "The name or relative path of a recipe; the keys of this file override its keys, mapping by mapping."
 # An entry of a docstring's section "Attributes": its name, and its text with continuation lines.
 ENTRY = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
@@ -73,26 +70,3 @@ def _allowed(option: dict[str, Any]) -> str:
     if "enum" in option:
         return " | ".join(map(str, option["enum"]))
     return ", ".join(f"{sign} {option[word]:g}" for word, sign in BOUNDS.items() if option.get(word, MOST) != MOST)
-
-
-def recipe_schema() -> dict[str, Any]:
-    """Return the JSON schema of a recipe file.
-
-    The schema requires no key, because a file may inherit any key from the recipe that it extends.
-    """
-    schema = Recipe.model_json_schema()
-    sections = schema["$defs"]
-    cache = sections["CacheSection"]
-    cache["allOf"] = []
-    for name, method in all_methods().items():
-        sections[name] = {**method.model_json_schema(), "description": method.summary}
-        for parameter, meaning in meanings(method).items():
-            sections[name]["properties"][parameter]["description"] = meaning
-        condition = {"properties": {"method": {"const": name}}, "required": ["method"]}
-        cache["allOf"].append({"if": condition, "then": {"properties": {"parameters": {"$ref": f"#/$defs/{name}"}}}})
-    for section in (schema, *sections.values()):
-        section.pop("required", None)
-        for prop in (section, *section.get("properties", {}).values()):
-            prop.pop("title", None)
-    schema["properties"] = {"extends": {"type": "string", "description": EXTENDS}, **schema["properties"]}
-    return {"$schema": DIALECT, "title": "A recipe of kvexport", **schema}

@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 
-from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -20,34 +18,23 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvexport.engine.engine import Engine
-from kvexport.serve.chat import ChatBody, chat_completions
-from kvexport.serve.completions import CompletionBody, completions
+from kvexport.serve.chat import chat_completions
+from kvexport.serve.completions import completions
 from kvexport.serve.errors import ApiError, api_error
 from kvexport.serve.guard import Guard, origins
-from kvexport.serve.messages import CountBody, MessagesBody, count_tokens, messages
-from kvexport.serve.openapi import describe
+from kvexport.serve.messages import count_tokens, messages
 from kvexport.serve.page import page
-from kvexport.serve.responses import ResponsesBody, create_response, delete_response, get_response
+from kvexport.serve.responses import create_response, delete_response, get_response
 from kvexport.serve.service import IGNORED, Service
 from kvexport.serve.session_routes import delete_session, get_session, put_session
 from kvexport.serve.sessions import ENDS, RESTARTED
 from kvexport.serve.settings import ServeSettings
 from kvexport.serve.stats import measure, slots, stats
 from kvexport.serve.streams import ClientGone
-from kvexport.serve.tokens import DetokenizeBody, TokenizeBody, detokenize, embeddings, tokenize
+from kvexport.serve.tokens import detokenize, embeddings, tokenize
 from kvexport.version import __version__
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
-Bound = Callable[[Request], Awaitable[Response]]
-_BODIES: dict[str, type[BaseModel]] = {
-    "/v1/chat/completions": ChatBody,
-    "/v1/completions": CompletionBody,
-    "/v1/responses": ResponsesBody,
-    "/v1/messages": MessagesBody,
-    "/v1/messages/count_tokens": CountBody,
-    "/tokenize": TokenizeBody,
-    "/detokenize": DetokenizeBody,
-}
 log = logging.getLogger("kvexport.serve")
 requests_log = logging.getLogger("kvexport.serve.requests")
 
@@ -66,31 +53,19 @@ def create_app(engine: Engine, settings: ServeSettings | None = None) -> Starlet
         finally:
             await service.worker.close()
             service.sessions.close()
-            if service.tracing is not None:
-                service.tracing.close()
 
-    routes = [(method, path, functools.partial(_traced, service, handler)) for method, path, handler in ROUTES]
-    app = application(routes, service.settings, life)
-    app.state.service, app.state.drain = service, service.worker.drain
-    return app
-
-
-def application(
-    routes: Sequence[tuple[str, str, Bound]],
-    settings: ServeSettings,
-    life: Callable[[Starlette], AbstractAsyncContextManager[None]],
-) -> Starlette:
-    """Return an ASGI application of routes (method, path, handler), with access control, error answers and a log."""
     app = Starlette(
-        routes=[Route(path, functools.partial(_answer, handler), methods=[method]) for method, path, handler in routes],
+        routes=[
+            Route(path, functools.partial(_answer, service, handler), methods=[method])
+            for method, path, handler in ROUTES
+        ],
         # CORS comes before the access control: a browser's preflight request has no API key, and web pages can read
         # only errors with CORS headers.
-        middleware=[Middleware(_Requests), *_cors(settings), Middleware(Guard, settings=settings)],
+        middleware=[Middleware(_Requests), *_cors(service.settings), Middleware(Guard, settings=service.settings)],
         exception_handlers={HTTPException: _no_route, Exception: _failed},
         lifespan=life,
     )
-    app.state.settings = settings
-    app.state.descriptors = 1  # file descriptors that a client takes
+    app.state.service = service
     return app
 
 
@@ -136,15 +111,9 @@ def _cors(settings: ServeSettings) -> list[Middleware]:
     ]
 
 
-async def _traced(service: Service, handler: Handler, request: Request) -> Response:
-    if service.tracing is not None:
-        service.tracing.enter(request.headers)
-    return await handler(service, request)
-
-
-async def _answer(handler: Bound, request: Request) -> Response:
+async def _answer(service: Service, handler: Handler, request: Request) -> Response:
     try:
-        response = await handler(request)
+        response = await handler(service, request)
         if ignored := getattr(request.state, "ignored", ()):
             response.headers[IGNORED] = ", ".join(ignored)
         return response
@@ -190,19 +159,9 @@ async def metrics(service: Service, _: Request) -> Response:
     return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
-async def version(_: Service | None, __: Request) -> Response:
+async def version(_: Service, __: Request) -> Response:
     """Answer /version: the version of kvexport."""
     return JSONResponse({"version": __version__})
-
-
-async def openapi(_: Service | None, __: Request) -> Response:
-    """Answer /openapi.json: a description of all routes and of the JSON bodies that they take."""
-    return JSONResponse(_description())
-
-
-@functools.cache
-def _description() -> dict[str, Any]:
-    return describe(ROUTES, _BODIES)
 
 
 async def models(service: Service, _: Request) -> Response:
@@ -249,5 +208,4 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
     ("POST", "/v1/embeddings", embeddings),
-    ("GET", "/openapi.json", openapi),
 ]

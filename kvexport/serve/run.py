@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 
 from kvexport.errors import EnvironmentProblem
 from kvexport.serve.connections import OncePerSecond, backlog, connection_limit, connections
-from kvexport.serve.settings import ServeSettings
+from kvexport.serve.service import Service
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
@@ -44,11 +44,10 @@ class Server(uvicorn.Server):
     """A uvicorn server that ends gracefully on the first signal, and at once on the second."""
 
     def __init__(self, app: Starlette, on_ready: Callable[[], None] = lambda: None) -> None:
-        self._settings: ServeSettings = app.state.settings
-        self._drain = app.state.drain
+        self._service: Service = app.state.service
         self._on_ready = on_ready
         self._logged = OncePerSecond()
-        limit = connection_limit() // app.state.descriptors
+        limit = connection_limit()
         super().__init__(
             uvicorn.Config(
                 app,
@@ -60,7 +59,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                timeout_graceful_shutdown=int(self._settings.drain) + 5,
+                timeout_graceful_shutdown=int(self._service.settings.drain) + 5,
             )
         )
 
@@ -77,7 +76,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept no more connections and requests, and wait up to `drain` seconds for the running requests."""
-        draining = asyncio.ensure_future(self._drain(self._settings.drain))
+        draining = asyncio.ensure_future(self._service.worker.drain(self._service.settings.drain))
         await super().shutdown(sockets)
         draining.cancel()
         self._logged.detach()

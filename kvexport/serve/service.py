@@ -27,7 +27,6 @@ from kvexport.language.grammar import Grammar
 from kvexport.language.tools import check_tools, choose
 from kvexport.plan.memory import ServerMemory
 from kvexport.plan.planner import state_bytes
-from kvexport.serve import tracing
 from kvexport.serve.bodies import read_bytes
 from kvexport.serve.conversation import Conversation, Prepared
 from kvexport.serve.errors import ApiError, api_error, overloaded
@@ -115,8 +114,7 @@ class Service:
             KEPT_ROWS if engine.manifest.images else 0,
         )
         self.responses = ResponseStore()
-        self.tracing = tracing.start(self.model)
-        self.worker = Worker(engine, self.metrics, engine.max_batch + settings.queue, self.tracing)
+        self.worker = Worker(engine, self.metrics, engine.max_batch + settings.queue)
         # A thread beside the event loop's encodes prompts one at a time, because the model needs the other cores.
         # Long texts, images and grammars take seconds. They have threads of their own, so that short texts do not wait.
         self._encoders, self._long, self._images, self._compilers = (anyio.CapacityLimiter(n) for n in (1, 1, 1, 2))
@@ -283,7 +281,6 @@ class Service:
     async def submit(self, prepared: Prepared, *, streams: bool) -> Job:
         """Queue engine requests until they get lanes of the batch. The returned job must be ended with `end`."""
         job = Job(prepared.requests, streams=streams, buffer=self.settings.buffer)
-        job.parent = None if self.tracing is None else self.tracing.parent()
         seconds = self._seconds(prepared.turn)
         job.timer = asyncio.get_running_loop().call_later(seconds, self._expire, job)
         try:

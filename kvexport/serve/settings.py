@@ -11,7 +11,6 @@ from kvexport.machine import KEPT_BYTES
 
 MIB = 1 << 20
 KEY_VARIABLE = "KVEXPORT_API_KEY"  # an API key of a server
-SUPERVISED = "KVEXPORT_SUPERVISED"  # set in the environment of a server that ends when its parent process ends
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from kvexport.errors import EngineEndedError
 from kvexport.language.token import Token
 from kvexport.serve.errors import ApiError, engine_failed, overloaded
 from kvexport.serve.metrics import Metrics
-from kvexport.serve.tracing import Times, Tracing
 
 T = TypeVar("T")
 log = logging.getLogger("kvexport.serve")
@@ -53,7 +52,6 @@ class Job:
         self.streams = streams
         self.open = len(requests)  # requests that have not finished
         self.timer: asyncio.TimerHandle | None = None
-        self.parent: Any = None  # the OpenTelemetry parent of the requests' spans
         self._buffer, self._behind = buffer, 0
         self._updates: deque[Update] = deque()
         self._ready = asyncio.Event()
@@ -114,17 +112,15 @@ class _Entry:
     choice: int  # number of the request within the job
     added: float  # time at which it was queued
     sent: int = 0  # number of tokens that were sent to the job
-    first: float = 0.0  # time of its first token
     last: float = 0.0  # time of its last token so far
 
 
 class Worker:
     """The requests of all clients, and the thread in which an engine answers them."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, room: int, tracing: Tracing | None = None) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics, room: int) -> None:
         self.engine = engine
         self.metrics = metrics
-        self.tracing = tracing
         self.room = room
         self.pending = 0  # requests that have not finished, or are about to be queued
         self.generated = 0  # tokens generated for all requests
@@ -226,13 +222,10 @@ class Worker:
             if tokens:
                 self.generated += len(tokens)
                 self.metrics.tokens(len(tokens), now - (entry.last or entry.added), first=not entry.sent)
-                entry.sent, entry.first, entry.last = entry.sent + len(tokens), entry.first or now, now
+                entry.sent, entry.last = entry.sent + len(tokens), now
             if finished:
                 del self._entries[request.id]
                 self.metrics.finished(request, now - entry.added)
-                if self.tracing is not None:
-                    times = Times(entry.added, request.begun, entry.first, now)
-                    self.tracing.finished(request, times, entry.job.parent)
             if finished or entry.job.streams:
                 new = tokens if entry.job.streams else ()
                 updates.append((entry.job, Update(entry.choice, new, request.finish_reason, request.error)))

@@ -13,12 +13,8 @@ saved with the lane. Answers therefore do not depend on the batch, or on the mom
 
 from __future__ import annotations
 
-import mmap
-import os
-import tempfile
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,12 +23,11 @@ from numpy.typing import NDArray
 from kvexport.artifact.manifest import Manifest
 from kvexport.backends.model_state import LoadedModel, ModelState
 from kvexport.backends.rows import Rows
-from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.errors import UsageError
 from kvexport.plan.cache import CachePlan
 from kvexport.plan.planner import selected_plan
 from kvexport.recipe.cache import PeriodicSection
 from kvexport.schema.state import SCALES, StateTensor
-from kvexport.units import format_bytes
 
 READ = "read_positions"  # the tensor of a saved lane with the positions of the selected entries
 Slots = NDArray[np.int64]  # slots of a layer [KV heads, n], or [1, n] for all its heads
@@ -123,9 +118,8 @@ def new_periodic(manifest: Manifest, model: LoadedModel, lanes: int) -> Periodic
     settings, plan = manifest.recipe.cache.periodic, selected_plan(manifest.recipe, manifest.cache)
     assert plan is not None
     selected = SelectedCache(manifest, model, plan)
-    memory = None if settings.store is None else partial(mapped, folder=settings.store)
     selected.extend(lanes)
-    return PeriodicState(model.new_state(manifest.cache, lanes, memory), selected, settings)
+    return PeriodicState(model.new_state(manifest.cache, lanes), selected, settings)
 
 
 class PeriodicState(ModelState):
@@ -342,23 +336,3 @@ class PeriodicState(ModelState):
         self._contents.clear()
         self._full.set_state(state, past_length)
         self._length[: len(past_length)] = past_length[:, 0].tolist()
-
-
-def mapped(size: int, folder: str) -> NDArray[np.uint8]:
-    """Return an array of zeros in a memory-mapped file without a name, for a full KV cache on disk.
-
-    The name of the file is removed as soon as it is open, so the system frees the file with the array, or when the
-    process ends. All blocks are allocated at once, so a full disk raises an error here instead of a signal during a
-    step.
-    """
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, size)
-            piece = mmap.mmap(file.fileno(), size)
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"the full cache takes {format_bytes(size)} in cache.periodic.store {folder}: {error.strerror or error}",
-            "a folder that exists and can be written on a disk with that much room, smaller limits.max_length or "
-            "limits.max_batch, or cache.periodic.store=null, which is memory",
-        ) from error
-    return np.frombuffer(piece, np.uint8)

@@ -45,7 +45,6 @@ def validate_artifact(
     checkpoint: str | None = None,
     seed: int = 0,
     backend: str | None = None,
-    device: str | None = None,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> ValidationResult:
     require("validate")
@@ -61,7 +60,7 @@ def validate_artifact(
     manifest = load_manifest(path)
     recipe = manifest.recipe
     runtime = backends.get(backend or recipe.backend.name)
-    where = device or runtime.device(recipe)
+    where = runtime.device(recipe)
     if checkpoint:
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": checkpoint})})
     with progress("loading PyTorch and the engine", None):
@@ -69,7 +68,7 @@ def validate_artifact(
         require_checkpoint(shape.checkpoint, manifest, path)
         # CUDA graphs are off, because a captured one reads its inputs from fixed addresses, and here every call has its
         # own buffers. `shipped_difference` compares answers with graphs.
-        engine = load(path, backend=backend, device=device, cuda_graph=False, verify=False, float_input=True)
+        engine = load(path, backend=backend, cuda_graph=False, verify=False, float_input=True)
         method = recipe.cache.build_method()
         picture = make_picture(engine, seed)
         tokens, texts = sequences(engine, length, batch, seed, () if picture is None else picture.ids.tolist())
@@ -86,7 +85,7 @@ def validate_artifact(
         texts=texts,
         budgets=engine.plan.heads("budget").tolist(),
         tolerance=tolerance,
-        operators=runtime.operators(manifest, device),
+        operators=runtime.operators(manifest),
         own_kl_allowed=OWN_KL[recipe.model.dtype],
         unmerged=sum(sum(b >= len(tokens[0]) for b in x.budget) for x in engine.plan.caches if x.merges),
     )
@@ -121,7 +120,7 @@ def validate_artifact(
         alone = [ids if spec is None else ids[ids != spec.token] for ids in tokens]
         with progress("comparing answers with and without CUDA graphs", None):
             result.shipped_difference = shipped_difference(
-                lambda graphs: load(path, backend=backend, device=device, cuda_graph=graphs, verify=False), alone
+                lambda graphs: load(path, backend=backend, cuda_graph=graphs, verify=False), alone
             )
     result.seconds = time.monotonic() - began
     return result

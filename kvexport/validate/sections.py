@@ -1,13 +1,11 @@
-"""The report of a validation (comparison of an exported model with PyTorch): tables, figures and plots."""
+"""The report of a validation (comparison of an exported model with PyTorch): tables and figures."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
 
-import numpy as np
-
-from kvexport.report.sections import KeyValues, Paragraph, Plot, Section, Series, Table
+from kvexport.report import KeyValues, Paragraph, Section, Table
 from kvexport.validate.result import ABOVE, KINDS, OUTLIERS, ROUNDING_RATIO, ValidationResult
 
 # Random tokens have no structure that a compressed cache could keep, so their distance says nothing about text.
@@ -43,7 +41,9 @@ def sections(result: ValidationResult) -> list[Section]:
         sections.append(Table("Ties that rounding decides", names, flips, note))
     if result.rounding:
         sections.append(_rounding(result))
-    return [*sections, *_plots(result)]
+    if not any(map(bool, result.kl)):
+        sections.append(Paragraph("No position lies past the smallest budget: the cache compressed nothing."))
+    return sections
 
 
 def summary(result: ValidationResult) -> dict[str, Any]:
@@ -148,30 +148,3 @@ def _rounding(result: ValidationResult) -> Section:
     note += f"percentiles, of fewer than 1,000 errors that of the quantiles that {ABOVE} errors exceed (the median at "
     note += f"the least); {ROUNDING_RATIO:g} is allowed, and {OUTLIERS * ROUNDING_RATIO:g} at the 99th percentile."
     return Table("Errors against float64", heads, rows, note)
-
-
-def _plots(result: ValidationResult) -> list[Section]:
-    kinds = list(dict.fromkeys(kind for s in result.steps for kind in s["largest"]))
-    drawn = [
-        Series(
-            kind,
-            [s["step"] for s in result.steps if kind in s["largest"]],
-            [s["largest"][kind] for s in result.steps if kind in s["largest"]],
-        )
-        for kind in kinds
-        if 0 < result.largest(kind) < np.inf
-    ]
-    sections: list[Section] = [Plot("Largest difference, call by call", "call", "difference", drawn, y_log=True)]
-    if any(result.positions):
-        series = [
-            Series(f"sequence {i} ({kind})", p, kl)
-            for i, (p, kl, kind) in enumerate(zip(result.positions, result.kl, result.texts, strict=True))
-            if p
-        ]
-        note = "Random tokens are a worst case for a trained model, which never saw such text."
-        sections.append(
-            Plot("Distance to the uncompressed model", "position", "KL, nats", series, y_log=True, note=note)
-        )
-    elif not any(map(bool, result.kl)):
-        sections.append(Paragraph("No position lies past the smallest budget: the cache compressed nothing."))
-    return sections

@@ -79,7 +79,7 @@ class EchoBackend(Backend):
         return Diagnosis({"echo": "from the hills"}, {"echo": {"hills": 2}})
 
     def describe(self, path, manifest):
-        from kvexport.report.sections import KeyValues
+        from kvexport.report import KeyValues
 
         said = (path / "echo.txt").read_text() if "echo" in manifest.engines else "nothing"
         return Description((KeyValues("Echo", {"said": said}),), {"echo": said})
@@ -171,13 +171,11 @@ def test_a_folder_is_a_backend_everywhere(
     generate = ("generate", str(artifact), "abc", "--max-new-tokens", "8", "--greedy")
     assert echo(*generate).stdout == echo(*generate, "--backend", "onnxruntime").stdout
     assert ", ".join(sorted(["echo", *sections.names()])) in echo(*generate, "--backend", "nobody", code=2).stderr
-    # validate compares the backend with PyTorch, by name and among all backends.
+    # validate compares the backend with PyTorch, with all layers and with the first ones.
     results = json.loads(echo("validate", str(artifact), "--length", "60", "--batch", "1", "--json").stdout)
     assert (results["backend"], results["passed"]) == ("echo", True)
-    compared = ("--length", "60", "--batch", "1", "--json")
-    every = echo("validate", str(artifact), *compared, "--layers", "1", "--backend", "all")
-    compared_with = [r["backend"] for r in json.loads(every.stdout)]
-    assert {"echo", "onnxruntime cpu"} <= set(compared_with) and len(set(compared_with)) == len(compared_with)
+    first = echo("validate", str(artifact), "--length", "60", "--batch", "1", "--json", "--layers", "1")
+    assert (json.loads(first.stdout)["backend"], json.loads(first.stdout)["layers"]) == ("echo", [1, 2])
     # inspect and doctor show the backend.
     assert re.search(r"said\s+hello hello", echo("inspect", str(artifact)).stdout)
     seen = json.loads(echo("inspect", str(artifact), "--json").stdout)

@@ -42,7 +42,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def run(
     options: Options = ASKED, settings: tuple[str, ...] = (), text: str = "source", only: Sequence[str] = ()
 ) -> Any:
-    sweep.Sweep("tiny-base", list(settings), None, None).run("methods", options, only, text)
+    sweep.Sweep("tiny-base", list(settings), None).run("methods", options, only, text)
     return json.loads((common.RESULTS / "sweep-tiny-base.json").read_text())["groups"]["methods"]
 
 

@@ -61,7 +61,7 @@ def test_the_index_names_every_script_and_every_page_that_shows_its_figures() ->
     folder = ROOT / "benchmarks"
     text = (folder / "README.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(?:\w+/)?(\w+\.py)`", text))
-    scripts = {path.name for path in folder.rglob("*.py") if not path.name.startswith(("peer_", "test_"))}
+    scripts = {path.name for path in folder.rglob("*.py") if not path.name.startswith("test_")}
     assert named == scripts
     for script, pages in re.findall(r"^\| `(\w+)\.py` \|.*\| (.*) \|$", text, re.MULTILINE):
         for page in set(re.findall(r"\w+/[\w-]+\.md", pages)):

@@ -128,7 +128,6 @@ def test_kinds_of_text_come_from_the_users_folder(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"\xff")
     assert "cannot be read" in CliRunner().invoke(app, [*arguments, *settings]).stderr
     (tmp_path / "latin.txt").write_text("anna " * 300)
-    page = tmp_path / "page.html"
-    ran = CliRunner().invoke(app, [*arguments, *settings, "--html", str(page)])
+    ran = CliRunner().invoke(app, [*arguments, *settings])
     assert ran.exit_code == 0, ran.output
-    assert "latin" in ran.stdout and "latin" in page.read_text() and "Cost of evictions" in page.read_text()
+    assert "latin" in ran.stdout and "Cost of evictions" in ran.stdout

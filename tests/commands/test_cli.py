@@ -15,7 +15,7 @@ import yaml
 
 import kvexport
 from kvexport.errors import KvexportError
-from kvexport.report.sections import Paragraph, Section
+from kvexport.report import Paragraph, Section
 from tests.support.command_line import ENVIRONMENT, ROOT, failure, ok, process, run
 
 IDS = "7,3,40,2,9"
@@ -299,11 +299,9 @@ def test_validate_reports_and_exits_with_4_on_a_mismatch(
         4,
         "--checkpoint",
         "there",
-        "--html",
-        tmp_path / "page.html",
     )
     arguments_seen.pop("progress")
-    assert (arguments_seen.pop("backend"), arguments_seen.pop("device")) == (None, None)
+    assert arguments_seen.pop("backend") is None
     assert arguments_seen == {
         "path": Path("x"),
         "batch": 2,
@@ -314,11 +312,9 @@ def test_validate_reports_and_exits_with_4_on_a_mismatch(
     assert result.exit_code == (0 if outcome.passed else 4)
     assert f"passed: {outcome.passed}" in result.stdout
     assert outcome.problem in result.stderr and f"warning: {outcome.warning}\n" in result.stderr
-    assert f"passed: {outcome.passed}" in (tmp_path / "page.html").read_text()
     shown = run("validate", "x", "--json")
     assert shown.exit_code == result.exit_code
     assert json.loads(shown.stdout) == {"passed": outcome.passed, "mean_kl": None, "steps": [{"largest": None}]}
-    assert run("validate", "x", "--html", tmp_path / "no" / "page.html").exit_code == 2
 
 
 # Recipes.

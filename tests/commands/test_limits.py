@@ -27,7 +27,6 @@ from kvexport.export import stages, texts
 from kvexport.export.build import build
 from kvexport.recipe.load import load_recipe
 from kvexport.serve.errors import api_error
-from kvexport.state.periodic import mapped
 from kvexport.state.sessions import SUFFIX, SessionStore
 from tests.support.artifacts import NAMESPACE, PYTHON_PATH
 from tests.support.command_line import ENVIRONMENT, ROOT, failure, ok
@@ -124,13 +123,6 @@ def test_a_build_whose_disk_is_full_leaves_the_artifact_before_it(
         build(recipe, out)
     assert load_manifest(out) == before
     assert [path.name for path in out.parent.iterdir()] == ["artifact"]
-
-
-def test_the_file_of_a_full_cache_takes_all_its_blocks_at_once(tmp_path: Path) -> None:
-    """A cache that is larger than its disk is an error at the start instead of a signal in the middle of a step."""
-    with pytest.raises(EnvironmentProblem, match=r"the full cache takes .* in cache.periodic.store"):
-        mapped(1 << 60, str(tmp_path))
-    assert list(tmp_path.iterdir()) == []
 
 
 SMALL_DISK = """

@@ -87,7 +87,7 @@ def test_no_file_gets_the_number_of_a_closed_stream(tmp_path: Path) -> None:
         ["build", "--recipe", "./LONG.yaml"],
         ["plan", "--recipe", "tiny-keepkv", "--set", "model.path=./LONG"],
         ["recipes", "show", "LONG"],
-        ["validate", "x", "--html", "LONG/page.html"],
+        ["validate", "LONG"],
     ],
 )
 def test_a_path_that_no_file_can_have_is_exit_code_2(arguments: list[str]) -> None:

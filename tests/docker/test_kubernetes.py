@@ -30,7 +30,7 @@ def test_the_servers_command_is_valid_and_fits_the_pod() -> None:
     assert str(values["threads"]) == CONTAINER["resources"]["requests"]["cpu"]
     assert POD["terminationGracePeriodSeconds"] > values["drain"]
     mounts = {mount["name"]: mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
-    assert [mounts["artifact"]] == [*values["sources"]] and mounts["sessions"] == str(values["session_folder"].parent)
+    assert [mounts["artifact"]] == [values["source"]] and mounts["sessions"] == str(values["session_folder"].parent)
     assert mounts.keys() == {volume["name"] for volume in POD["volumes"]}
     claims = [v["persistentVolumeClaim"]["claimName"] for v in POD["volumes"] if "persistentVolumeClaim" in v]
     claim = OBJECTS["PersistentVolumeClaim"]

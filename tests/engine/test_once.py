@@ -14,7 +14,7 @@ from kvexport.engine.prefixes import Prefixes
 from kvexport.engine.request import Request
 from kvexport.errors import SnapshotError, UsageError
 from kvexport.evaluate.tasks import Sample
-from kvexport.export.build import build, plan_memory
+from kvexport.export.build import build
 from kvexport.recipe.fields import Recipe
 from kvexport.state.periodic import by_heads
 from kvexport.state.snapshot import Snapshot
@@ -119,18 +119,6 @@ def test_a_snapshot_holds_the_reference_queries_that_a_merge_will_read_and_no_ot
         rest, at_last = answered(engine, Request((), start=read_back, keep=True))
         assert whole == whole[:tokens] + rest
         assert all((at_last.state[name] == x).all() for name, x in last.state.items()), "to the bit"
-
-
-def test_a_snapshot_after_a_prompt_has_the_bytes_of_the_plan(engine: Engine) -> None:
-    one = engine.settings(max_new_tokens=1)
-    _, snapshot = answered(engine, Request(models.random_ids(9, PROMPT)[0].tolist(), one, keep=True))
-    plan = plan_memory(engine.manifest.recipe)
-    assert snapshot.nbytes - snapshot.ids.nbytes == plan.snapshot_bytes - 8, "except the tokens and their count"
-    ballots = plan_memory(
-        recipe_of(Path(engine.manifest.recipe.model.path), merge_prompts="end", method="ballot", parameters={})
-    )
-    assert plan.snapshot_bytes == ballots.snapshot_bytes, "a fit takes no bytes"
-    assert plan.to_json()["snapshot_bytes_after_prompt"] == plan.snapshot_bytes < plan.settled_bytes
 
 
 @pytest.mark.parametrize(("seen", "rows", "shape"), [(0, 5, "[2, 5, 16]"), (7, 7, "[2, 7, 16]"), (2, 0, "[2, 0, 16]")])

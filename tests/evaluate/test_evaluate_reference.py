@@ -1,15 +1,13 @@
-"""Tests of the full cache's predictions on disk: they change only by a known rounding, and are complete or absent."""
+"""Tests of the full cache's predictions on disk: they change only by a known rounding."""
 
-from contextlib import nullcontext
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from kvexport.commands.errors import report
-from kvexport.evaluate.reference import STEPS, Reference, References, decode, encode, log_softmax
-from tests.support.disks import full_disk
+from kvexport.errors import EnvironmentProblem
+from kvexport.evaluate import reference
+from kvexport.evaluate.reference import STEPS, Reference, decode, encode, log_softmax
 
 RNG = np.random.default_rng(0)
 # Logits of a peaked, a flat and a nearly certain distribution.
@@ -46,45 +44,18 @@ def test_the_likeliest_token_stays_so() -> None:
 
 
 def test_rows_are_read_back_unchanged_in_any_order(tmp_path: Path) -> None:
-    references, counts = References(tmp_path, LOGS.shape[1]), [40, 56]
-    assert references.open("key", counts) is None
-    with references.write("key", counts) as writer:
-        writer.put(1, 0, LOGS[40:96])
-        writer.put(0, 16, LOGS[16:40])
-        writer.put(0, 0, LOGS[:16])
-    kept = references.open("key", counts)
-    assert isinstance(kept, Reference)
+    kept = Reference(tmp_path, "text", [40, 56], LOGS.shape[1])
+    kept.put(1, 0, LOGS[40:96])
+    kept.put(0, 16, LOGS[16:40])
+    kept.put(0, 0, LOGS[:16])
     assert (kept.logs(0, 3, 30) == decode(encode(LOGS[3:33]))).all()
     assert (kept.logs(1, 6, 50) == decode(encode(LOGS[46:]))).all()
-    assert references.open("another", counts) is None
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".logs"]
 
 
-def test_an_interrupted_run_leaves_no_file(tmp_path: Path) -> None:
-    references = References(tmp_path, LOGS.shape[1])
-    with pytest.raises(KeyboardInterrupt), references.write("key", [96]) as writer:
-        writer.put(0, 0, LOGS)
-        raise KeyboardInterrupt
-    assert list(tmp_path.iterdir()) == []
+def test_a_full_disk_is_named_before_anything_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
 
-
-def test_a_run_that_is_killed_before_the_digest_is_written_measures_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    references = References(tmp_path, LOGS.shape[1])
-    for killed in (False, True):
-        if killed:
-            monkeypatch.setattr(References, "_digest", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt) if killed else nullcontext(), references.write("key", [96]) as writer:
-            writer.put(0, 0, LOGS[:: -1 if killed else 1])
-    monkeypatch.undo()
-    assert references.path("key").exists() and references.open("key", [96]) is None
-
-
-def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    references = References(tmp_path, LOGS.shape[1])
-    with full_disk(), pytest.raises(OSError, match="No space left") as caught, references.write("key", [96]) as writer:
-        writer.put(0, 0, LOGS)
-    assert report(caught.value) == 3
-    assert f"disk full while writing {references.path('key')}: No space left" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(reference.os, "posix_fallocate", full)
+    with pytest.raises(EnvironmentProblem, match=r"take 960 kB in .*: No space left on device\n  fix: TMPDIR=DIR"):
+        Reference(tmp_path, "text", [40, 56], LOGS.shape[1])

@@ -102,15 +102,9 @@ def test_a_papers_recipe_is_evaluated_on_a_local_folder(suites: Path, tiny_check
         "0.2",
         "--methods",
         "keepkv",
-        "--work",
-        str(suites / "work"),
         "--json",
-    ]
-    arguments += [
         "--ruler",
         str(suites / "ruler"),
-        "--html",
-        str(suites / "page.html"),
     ]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
@@ -120,15 +114,5 @@ def test_a_papers_recipe_is_evaluated_on_a_local_folder(suites: Path, tiny_check
     (keepkv,) = data["results"]
     assert (keepkv["label"], keepkv["slots"]) == ("keepkv", 51)
     assert keepkv["bytes"] < 0.35 * data["full"]["bytes"]
-    for label, entry in (("full", data["full"]), ("keepkv-51", keepkv)):
+    for entry in (data["full"], keepkv):
         assert {name: score["accuracy"]["count"] for name, score in entry["scores"].items()} == dict.fromkeys(names, 2)
-        text = (
-            kvexport.load(suites / "work" / label)
-            .generate(RULER_PROMPT, max_new_tokens=30, do_sample=False)[0]
-            .text.lower()
-        )
-        assert entry["scores"]["ruler/vt"]["accuracy"]["value"] == pytest.approx(sum(x in text for x in "abqz7") / 5)
-    page = (suites / "page.html").read_text()
-    assert all(f"Accuracy: {name}" in page for name in names)
-    built = json.loads((suites / "work" / "keepkv-51" / "manifest.json").read_text())
-    assert built["recipe"]["cache"]["parameters"]["threshold"] == 0.8

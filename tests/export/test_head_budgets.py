@@ -14,7 +14,7 @@ from kvexport.engine.lanes import Lanes
 from kvexport.export.build import build, read_model
 from kvexport.plan.planner import plan_cache
 from kvexport.recipe.load import load_recipe
-from kvexport.report.text import render_text
+from kvexport.report import render_text
 from kvexport.validate.comparison import LockedBackend
 from kvexport.validate.reference import TorchReference
 from kvexport.validate.result import Mismatch

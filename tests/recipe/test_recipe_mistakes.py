@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvexport.errors import UsageError
 from kvexport.methods import all_methods
-from kvexport.recipe.fields import Recipe
+from kvexport.recipe.fields import MOST, Recipe
 from kvexport.recipe.listing import list_recipes
 from kvexport.recipe.load import load_recipe
 from tests.support.recipe_texts import SMALL, one_problem, problems, write
@@ -290,3 +290,43 @@ def test_a_damaged_recipe_is_a_recipe_or_a_usage_error(recipe_dir: Path, cuts: A
         at = int(where * len(text))
         text = text[:at] + new + text[at + length :]
     survives(recipe_dir, text)
+
+
+MISTAKES = [
+    {"cache": {"budgett": 64}},
+    {"cache": {"budget": "64"}},
+    {"cache": {"budget": 1.5}},
+    {"cache": {"budget": -1}},
+    {"cache": {"sinks": -1}},
+    {"cache": {"sinks": True}},
+    {"cache": {"method": "keepkvv"}},
+    {"cache": {"method": "keepkv", "parameters": {"threshold": 2}}},
+    {"cache": {"method": "keepkv", "parameters": {"treshold": 0.5}}},
+    {"cache": {"method": "h2o", "parameters": {"threshold": 0.5}}},
+    {"cache": {"allocation": {"kind": "linear"}}},
+    {"cache": {"allocation": {"minimum": 0}}},
+    {"cache": {"allocation": {"kind": "listed", "shares": [[1], [0]]}}},
+    {"cache": {"allocation": {"kind": "listed", "shares": [1, 2]}}},
+    {"cache": 5},
+    {"export": {"logits": "some"}},
+    {"export": {"prefill_chunk": 0}},
+    {"limits": {"max_batch": 0}},
+    {"backend": {"name": "torch"}},
+    {"backend": {"tensorrt": {"optimization_level": 6}}},
+    {"model": {"dtype": "bfloat16"}},
+    {"description": 5},
+    {"nothing": 1},
+    *({section: {key: MOST + 1}} for section, key in (
+        ("export", "prefill_chunk"), ("cache", "merge_every"), ("cache", "slack"), ("cache", "sinks"),
+        ("cache", "recent"), ("cache", "budget"), ("cache", "pinned"), ("limits", "max_length"),
+        ("limits", "max_batch"),
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", MISTAKES, ids=str)
+def test_a_value_out_of_its_bounds_or_of_another_type_is_refused(tmp_path: Path, recipe: dict[str, Any]) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({"extends": "tiny-base", **recipe}))
+    with pytest.raises(UsageError):
+        load_recipe(str(path))

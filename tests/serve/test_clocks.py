@@ -26,10 +26,8 @@ DATES = {
     "kvexport/serve/app.py": "created, of the model",
     "kvexport/serve/chat.py": "created, of an answer",
     "kvexport/serve/completions.py": "created, of an answer",
-    "kvexport/serve/models.py": "created, of the models",
     "kvexport/serve/responses.py": "created_at, of an answer",
     "kvexport/serve/stats.py": "the date of the figures",
-    "kvexport/serve/tracing.py": "the dates of spans, whose lengths are of another clock",
     "kvexport/state/sessions.py": "the age of half-written files of processes that were killed",
 }
 WALL = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow"), ("date", "today")}

@@ -1,11 +1,5 @@
 """Tests of periodic selection: the entries that steps read, and answers that depend only on the recipe."""
 
-import gc
-import os
-import signal
-import subprocess
-import sys
-import textwrap
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +15,7 @@ from kvexport.backends.onnxruntime.device_array import DeviceArray
 from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
 from kvexport.engine.request import Request
-from kvexport.errors import EnvironmentProblem, SnapshotError, UsageError
+from kvexport.errors import SnapshotError, UsageError
 from kvexport.export.build import build
 from kvexport.state.periodic import READ, PeriodicState, by_heads
 from kvexport.state.snapshot import Snapshot
@@ -279,74 +273,6 @@ def test_rolled_back_tokens_leave_no_trace(periodic: Engine) -> None:
         assert (one[f"past_key_values.{layer}.votes"][:, 90:] == 0).all()
     lanes.append([[1]])
     assert held(selected_of(lanes)[1])[-1] == 90
-
-
-def test_the_full_cache_in_a_file_answers_the_same(periodic: Engine, opened: Any, tmp_path: Path) -> None:
-    engine = opened(store=str(tmp_path))
-    assert list(tmp_path.iterdir()) == []  # the file has no name
-    assert engine._pool.lanes.count == 4  # no lane is added later
-    (open_file,) = [x for x in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in x]
-    assert "(deleted)" in open_file
-    assert answers(engine, prompts(11), 100) == answers(periodic, prompts(11), 100)
-    del engine
-    gc.collect()
-    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
-
-
-@pytest.mark.parametrize(
-    ("failure", "problem"),
-    [
-        ("missing", "No such file or directory"),
-        ("full", "No space left on device"),
-    ],
-)
-def test_a_file_that_cannot_be_is_an_error(
-    opened: Any, tmp_path: Path, failure: str, problem: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "missing" if failure == "missing" else tmp_path
-
-    def no_space(*_: int) -> None:
-        raise OSError(28, os.strerror(28))
-
-    if failure == "full":
-        monkeypatch.setattr(os, "posix_fallocate", no_space)
-    with pytest.raises(EnvironmentProblem, match=problem) as caught:
-        opened(store=str(folder))
-    assert caught.value.fix and list(tmp_path.iterdir()) == []
-
-
-def test_a_disk_that_becomes_full_fails_only_the_calls_that_need_it(
-    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If the disk is full, only lanes that need more of it fail. The engine's own lanes continue."""
-    engine = opened(store=str(tmp_path))
-    expected = answers(engine, prompts(12))
-
-    def no_space(*_: int) -> None:
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr(os, "posix_fallocate", no_space)
-    with pytest.raises(EnvironmentProblem, match="No space left"):
-        engine.lanes(1)
-    assert answers(engine, prompts(12)) == expected
-
-
-def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
-    program = f"""
-        import signal, sys
-        from kvexport.state.periodic import mapped
-        held = mapped(1 << 20, {str(tmp_path)!r})
-        held[:] = 1
-        print("ready", flush=True)
-        signal.pause()
-    """
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE)
-    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-    assert str(tmp_path) in Path(f"/proc/{process.pid}/maps").read_text()
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_tensorrt_is_refused(periodic: Engine) -> None:

@@ -25,7 +25,6 @@ def test_the_plan_counts_both_caches(tiny_checkpoint: Path) -> None:
     ("periodic", "problem"),
     [
         ({"slots": 8}, "slots 8 leaves no slot to select: cache.periodic.every 8 slots stay free"),
-        ({"store": "here"}, "should be an absolute path"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(tiny_checkpoint: Path, periodic: dict[str, Any], problem: str) -> None:
@@ -38,7 +37,6 @@ def test_settings_that_cannot_be_are_refused(tiny_checkpoint: Path, periodic: di
     [
         ({"speculate": {"draft": "ngram"}}, "verifies with the full cache"),
         ({"cache": {"method": "h2o", "positions": "cache", "periodic": {"slots": 99}}}, "other places there"),
-        ({"cache": {"method": "full", "periodic": {"store": "/tmp"}}}, "needs cache.periodic.slots"),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(

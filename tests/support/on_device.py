@@ -40,7 +40,6 @@ class LateStream:
 
 
 def onto_device(engine: Any, *, graphs: bool = False, late: bool = False) -> Any:
-    """Return the engine with its state held as on a device."""
     sessions = engine.model
     sessions.zeros = partial(DeviceArray, "cpu")
     sessions.graphs = {DECODER, MERGE, TOP_LOGITS} if graphs else set()

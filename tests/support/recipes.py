@@ -17,7 +17,6 @@ def method_settings(method: str) -> list[str]:
 
 
 def set_options(settings: list[str]) -> list[str]:
-    """Return the command-line options that set `settings`."""
     return [word for setting in settings for word in ("--set", setting)]
 
 

@@ -59,7 +59,6 @@ def mutated(random: random.Random) -> tuple[str, bytes]:
 
 
 def _changed(random: random.Random, data: Any) -> Any:
-    """Return the data with one value changed at a random depth."""
     if isinstance(data, dict) and data and random.random() < 0.9:
         key = random.choice(list(data))
         kind = random.random()

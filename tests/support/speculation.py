@@ -29,7 +29,6 @@ def prompts(seed: int, vocabulary: int) -> list[list[int]]:
 
 
 def generated(engine: Engine, batch: list[list[int]], drafter: Drafter | None, **settings: Any) -> list[list[Token]]:
-    """Return the tokens of each answer, generated with this drafter."""
     engine.drafter = drafter
     answers: list[list[Token]] = [[] for _ in batch]
     for token in engine.stream(batch, **{"max_new_tokens": NEW, **settings}):

@@ -42,7 +42,6 @@ def problems(model: onnx.ModelProto) -> Iterator[str]:
 
 
 def graph_problems(graph: onnx.GraphProto, by_value: set[str], constant: set[str]) -> Iterator[str]:
-    """Return the problems of a graph or of the body of a loop."""
     by_value = by_value | {value.name for value in graph.input}
     constant = constant | {value.name for value in graph.initializer}
     for node in graph.node:

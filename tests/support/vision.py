@@ -236,13 +236,11 @@ def save_checkpoint(kind: str, folder: Path) -> Path:
 
 
 def picture(height: int, width: int, seed: int = 0) -> Image.Image:
-    """Return a random image."""
     pixels = np.random.default_rng([seed, height, width]).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
 def png(image: Image.Image, **options: Any) -> bytes:
-    """Return the bytes of an image's file."""
     stream = io.BytesIO()
     image.save(stream, **{"format": "PNG", **options})
     return stream.getvalue()

@@ -13,8 +13,7 @@ from kvexport.export.model import wheel
 from kvexport.language.tokenizer import Tokenizer
 from kvexport.recipe.inherit import recipe_folder
 from kvexport.recipe.load import load_recipe
-from kvexport.report.page import render_html
-from kvexport.report.text import render_text
+from kvexport.report import render_text
 from tests.support import smollm2
 from tools import demo, demo_real
 
@@ -44,8 +43,7 @@ def test_the_demo_without_the_real_model_runs_the_tiny_one_and_prints_it(
     rows = [line.split() for line in shown.splitlines() if line.startswith(("KeepKV ", "full cache "))]
     right = {row[0]: int(next(word for word in row if word.isdigit())) for row in rows}
     assert right["full"] == len(demo.FACTS) and right["KeepKV"] >= len(demo.FACTS) - 1
-    page = (tmp_path / "demo" / "report.html").read_text()
-    assert "Who has what" in page and "No matching distribution" in page
+    assert "Who has what" in shown
     assert "generate" in shown and "tiny-keepkv" in shown
 
 
@@ -84,5 +82,4 @@ def test_the_real_model_reads_answers_and_is_plotted(tmp_path: Path, monkeypatch
     shown = demo_real.sections(readings)
     text = render_text(shown)
     assert re.search(r"\d+\.\d times as long", text) and "What is the capital of France?" in text
-    assert render_html("demo", "", shown).count("<svg") >= 2
     assert all(time > 0 for reading in readings.values() for time in reading.milliseconds)

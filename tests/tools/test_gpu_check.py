@@ -42,7 +42,7 @@ def test_every_part_runs_and_is_reported(tmp_path: Path, flags: list[str]) -> No
         ]
         measured = {row["figure"] for row in report["goals"] if row["measured"] is not None}
         assert "Throughput of full batches: keepkv, 64 slots, over transformers, static, 64 slots" in measured
-    assert "Merge" in (tmp_path / "check.html").read_text()
+    assert "Merge" in (tmp_path / "check.txt").read_text()
 
 
 def test_figures_are_compared_with_their_goals() -> None:
@@ -93,8 +93,8 @@ def test_figures_are_compared_with_their_goals() -> None:
     ]
     assert next(row["measured"] for row in goals if "over flash" in row["figure"]) == 4.0
     assert next(row["goal"] for row in goals if "time of its bytes" in row["figure"]) == "at most 1.2"
-    html = gpu_report.page({"gpu": {"name": "a GPU"}, "date": "", "commit": "", "goals": goals, "parts": parts})
-    assert "not fit into this GPU" in html
+    text = gpu_report.text_of({"gpu": {"name": "a GPU"}, "date": "", "commit": "", "goals": goals, "parts": parts})
+    assert "not fit into this GPU" in text
 
 
 def test_a_part_without_time_left_is_skipped_with_a_reason(tmp_path: Path) -> None:

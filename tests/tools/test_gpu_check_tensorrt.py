@@ -41,8 +41,8 @@ def test_engines_are_built_and_compared_with_pytorch(simulated: None) -> None:
     assert all(row["heads merged"] > 0 and row["ms of a step"] > 0 for row in figures.values())
     parts = {"tensorrt": {"status": "passed", "seconds": 1.0, "figures": figures}}
     goal = {"figure": "", "goal": "", "measured": None, "met": None}
-    page = report.page({"gpu": {"name": "a GPU"}, "date": "", "commit": "", "goals": [goal], "parts": parts})
-    assert "int4" in page
+    text = report.text_of({"gpu": {"name": "a GPU"}, "date": "", "commit": "", "goals": [goal], "parts": parts})
+    assert "int4" in text
 
 
 def test_engines_that_differ_from_pytorch_fail(simulated: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,12 +9,10 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from kvexport.artifact.reading import load_manifest
-from kvexport.commands import validate as command
 from kvexport.commands.app import app
-from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.errors import UsageError
 from kvexport.export.build import build
 from kvexport.recipe.load import load_recipe
-from kvexport.terminal import silent
 from kvexport.validate.layers import first_layers, shorten_config
 from kvexport.validate.runner import validate_artifact
 
@@ -90,17 +87,6 @@ def test_another_checkpoint_is_refused(artifact: Path) -> None:
         first_layers(artifact, 1, str(recipe_folder() / "checkpoints" / "tiny")),
     ):
         pass
-
-
-def test_a_backend_that_cannot_be_prepared_is_named_or_raises(one_layer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def rebuild(*_: Any, **__: Any) -> None:
-        raise EnvironmentProblem("there is no NVIDIA GPU", "a machine with one")
-
-    monkeypatch.setattr("kvexport.export.rebuild.rebuild", rebuild)
-    assert command._prepare(one_layer, "onnxruntime", silent) == {}
-    assert command._prepare(one_layer, "all", silent) == {"tensorrt": "there is no NVIDIA GPU"}
-    with pytest.raises(EnvironmentProblem):
-        command._prepare(one_layer, "tensorrt", silent)
 
 
 def test_a_config_is_cut_where_it_speaks_of_layers() -> None:

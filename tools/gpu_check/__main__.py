@@ -4,7 +4,7 @@
 
 The command needs nvcc, and a Python with PyTorch and numpy; nothing is fetched. A part that needs more is skipped if
 that is missing, and its row names it. Every part runs in its own process with a time limit. If one fails, the others
-continue. check.json and check.html are written after every part, and check.jsonl after every row, to $OUT or
+continue. check.json and check.txt are written after every part, and check.jsonl after every row, to $OUT or
 benchmarks/results/<gpu>. The exit code is 4 if a part failed, and 3 if a part did not run. ``--on-host`` runs the same
 parts over the kernels compiled for the host, to test this command: its figures have no meaning.
 """
@@ -138,13 +138,13 @@ def folder_of(named: Path | None, gpu: str) -> Path:
 
 
 def write_report(folder: Path, report: dict[str, Any]) -> None:
-    """Write a report as check.json, then as a page."""
+    """Write a report as check.json, then as text."""
     new = folder / "check.json.new"
     new.write_text(json.dumps(report, indent=1) + "\n")
     new.replace(folder / "check.json")
-    from tools.gpu_check.report import page
+    from tools.gpu_check.report import text_of
 
-    (folder / "check.html").write_text(page(report))
+    (folder / "check.txt").write_text(text_of(report))
 
 
 def find_gpu() -> dict[str, Any]:

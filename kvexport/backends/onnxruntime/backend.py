@@ -49,7 +49,6 @@ class OnnxRuntime(Backend):
         Package("onnxruntime", "onnxruntime", "1.22", "run", "runs an artifact's graphs"),
         Package("onnxruntime-gpu", "onnxruntime", "1.31", "gpu", "ONNX Runtime on a GPU", needs_gpu=True),
     )
-    devices = tuple(devices.PROVIDERS)
     runs_adapters = runs_images = True
 
     def device(self, recipe: Recipe) -> str:
@@ -127,8 +126,8 @@ class OnnxRuntime(Backend):
         merge = OnnxrtRunner(model.merge, name="engine") if model.merge else None
         return Runners(decoder, decoder, merge, model.open_decoder)
 
-    def operators(self, manifest: Manifest, device: str | None) -> dict[str, str]:
-        return {op: str(how) for op, how in native.implementations(manifest, device).items()}
+    def operators(self, manifest: Manifest) -> dict[str, str]:
+        return {op: str(how) for op, how in native.implementations(manifest, None).items()}
 
     def node_opener(self, operators: Sequence[str], method: Method) -> NodeOpener | None:
         path = native.library()
@@ -162,7 +161,7 @@ class OnnxRuntime(Backend):
         )
 
     def describe(self, path: Path, manifest: Manifest) -> Description:
-        from kvexport.report.sections import KeyValues
+        from kvexport.report import KeyValues
 
         implementations = native.implementations(manifest)
         here = {op: implementations.get(op) if needed else None for op, needed in manifest.operators.items()}

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.backends.model_state import Memory
 from kvexport.backends.onnxruntime.device_array import ALL, Array, DeviceArray, Place, place, read
 from kvexport.backends.rows import TopLogits
 
@@ -117,9 +116,7 @@ class SmallTensors:
         return self.arrays if self._device_piece is None else self._views(read(self._device_piece))
 
 
-def in_one_piece(
-    tensors: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]], memory: Memory | None = None
-) -> dict[str, NDArray[Any]]:
+def in_one_piece(tensors: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> dict[str, NDArray[Any]]:
     """Allocate arrays of zeros in one allocation, and return them by name.
 
     numpy asks the system for huge pages for a large allocation. Decoding reads an array in huge pages faster than many
@@ -127,7 +124,7 @@ def in_one_piece(
     """
     offsets, size = _laid_out(tensors)
     size += CACHE_LINE
-    piece = np.zeros(size, np.uint8) if memory is None else memory(size)
+    piece = np.zeros(size, np.uint8)
     begin = -piece.ctypes.data % CACHE_LINE
     return {name: _view(piece, begin + offsets[name], shape, dtype) for name, (shape, dtype) in tensors.items()}
 

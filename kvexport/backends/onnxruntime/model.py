@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvexport.backends.adapters import ROWS
 from kvexport.backends.lane_state import fill, is_captured, read_used, slot_places, votes_names, without_last
-from kvexport.backends.model_state import Memory, ModelState, Pending
+from kvexport.backends.model_state import ModelState, Pending
 from kvexport.backends.onnxruntime.bindings import DeviceRows, SmallTensors, bind, in_one_piece
 from kvexport.backends.onnxruntime.device_array import Array, DeviceArray, copy, lanes_of, read, write
 from kvexport.backends.onnxruntime.model_sessions import DECODER, MERGE, NO_GRAPH, TOP_LOGITS, Sessions
@@ -47,8 +47,8 @@ class OnnxRuntimeState(ModelState):
     On the CPU, `state` and `past_length` are numpy arrays.
     """
 
-    def __init__(self, model: Sessions, plan: CachePlan, lanes: int, memory: Memory | None = None) -> None:
-        self.lanes, self._memory = lanes, memory
+    def __init__(self, model: Sessions, plan: CachePlan, lanes: int) -> None:
+        self.lanes = lanes
         self._model, self._plan = model, plan
         tensors = {
             name: (layer.shapes(lanes)[kind], layer.dtypes()[kind]) for name, _, layer, kind in plan.state_names()
@@ -56,7 +56,7 @@ class OnnxRuntimeState(ModelState):
         self.state: dict[str, Any] = (
             {name: model.zeros(*tensor) for name, tensor in tensors.items()}
             if model.device != "cpu"
-            else in_one_piece(tensors, memory)
+            else in_one_piece(tensors)
         )
         self._votes = votes_names(plan)
         self._names = [(name, present) for name, present, *_ in plan.state_names()]
@@ -188,7 +188,7 @@ class OnnxRuntimeState(ModelState):
 
     def grown(self, lanes: int) -> OnnxRuntimeState:
         self._settle()
-        larger = OnnxRuntimeState(self._model, self._plan, lanes, self._memory)
+        larger = OnnxRuntimeState(self._model, self._plan, lanes)
         for name, array in self.state.items():
             copy(array, larger.state[name], target_lanes=slice(self.lanes))
         copy(self.past_length, larger.past_length, target_lanes=slice(self.lanes))
@@ -388,5 +388,5 @@ class OnnxRuntimeState(ModelState):
 class LoadedModel(Sessions):
     """An exported model on ONNX Runtime: its sessions, and the states (KV caches) that they advance."""
 
-    def new_state(self, plan: CachePlan, lanes: int, memory: Memory | None = None) -> OnnxRuntimeState:
-        return OnnxRuntimeState(self, plan, lanes, memory)
+    def new_state(self, plan: CachePlan, lanes: int) -> OnnxRuntimeState:
+        return OnnxRuntimeState(self, plan, lanes)

@@ -129,7 +129,7 @@ class TensorRT(Backend):
     def describe(self, path: Path, manifest: Manifest) -> Description:
         from kvexport.backends.tensorrt.environment import dotted
         from kvexport.backends.tensorrt.record import engine_record
-        from kvexport.report.sections import KeyValues
+        from kvexport.report import KeyValues
 
         engines = engine_record(path, manifest)
         if engines is None:

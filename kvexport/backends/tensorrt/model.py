@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.backends.lane_state import fill, is_captured, read_used, slot_places, votes_names, without_last
-from kvexport.backends.model_state import Memory, ModelState, Pending
+from kvexport.backends.model_state import ModelState, Pending
 from kvexport.backends.rows import Rows, TopLogits
 from kvexport.backends.tensorrt.cuda import ALIGNMENT, Arena
 from kvexport.backends.tensorrt.engines import DECODE, PREFILL, input_shape
@@ -31,7 +31,7 @@ class LoadedModel(Plans):
 
     in_host_memory = False
 
-    def new_state(self, plan: CachePlan, lanes: int, memory: Memory | None = None) -> TensorRTState:
+    def new_state(self, plan: CachePlan, lanes: int) -> TensorRTState:
         return TensorRTState(self, plan, lanes)
 
 

@@ -1,10 +1,10 @@
-"""The sections of a report (tables, plots, text) as plain data, and the text of their cells."""
+"""The sections of a report (tables, figures, text) as plain data, and their text for a terminal."""
 
 from __future__ import annotations
 
-import html
 import math
 import re
+import textwrap
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -28,38 +28,6 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Series:
-    name: str  # name in the legend
-    x: Sequence[float | None]  # places of the points
-    y: Sequence[float | None]  # values of the points. None or NaN is a gap.
-    low: Sequence[float | None] | None = None  # lower ends of a band; None means that the band ends at the line
-    high: Sequence[float | None] | None = None  # upper ends of a band; None means that the band ends at the line
-
-    def __post_init__(self) -> None:
-        if len({len(values) for values in (self.x, self.y, self.low, self.high) if values is not None}) > 1:
-            raise ValueError(f"series {self.name!r}: x, y, low and high differ in length")
-
-
-@dataclass(frozen=True)
-class Plot:
-    """A plot of a report: lines over common axes.
-
-    Points that an axis cannot show (NaN, infinity, zero on a logarithmic axis) are left out, and counted in the note
-    below the plot.
-    """
-
-    title: str
-    x_label: str  # label of the x axis
-    y_label: str  # label of the y axis
-    series: Sequence[Series]  # lines
-    x_log: bool = False  # whether the x axis is logarithmic
-    y_log: bool = False  # whether the y axis is logarithmic
-    note: str = ""  # text below the plot
-    x_also: tuple[float, ...] = ()  # further values that the x axis includes, so that several plots can have equal axes
-    y_also: tuple[float, ...] = ()  # further values that the y axis includes
-
-
-@dataclass(frozen=True)
 class KeyValues:
     title: str
     mapping: Mapping[str, Cell]
@@ -70,7 +38,7 @@ class Paragraph:
     text: str
 
 
-Section = Table | Plot | KeyValues | Paragraph
+Section = Table | KeyValues | Paragraph
 
 
 def format_number(value: float | None) -> str:
@@ -103,10 +71,36 @@ def plain(value: object) -> str:
     return re.sub("[^\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", " ".join(text.split()))
 
 
-def escape(value: object) -> str:
-    return html.escape(plain(value), quote=True)
-
-
 def numeric_columns(table: Table) -> list[bool]:
     columns = ([row[column] for row in table.rows] for column in range(len(table.columns)))
     return [any(isinstance(value, Real) and not isinstance(value, bool) for value in column) for column in columns]
+
+
+def render_text(sections: Sequence[Section]) -> str:
+    """Return a report as text with aligned columns. Bad cells are marked by "! "."""
+    blocks: list[list[str]] = []
+    for section in sections:
+        if isinstance(section, Table):
+            rows = [
+                ["! " * ((r, c) in section.bad) + plain(value) for c, value in enumerate(row)]
+                for r, row in enumerate(section.rows)
+            ]
+            head, *lines = _aligned([list(map(plain, section.columns)), *rows], numeric_columns(section))
+            blocks.append(
+                [plain(section.title), head, "-" * max(map(len, [head, *lines])), *lines, plain(section.note)]
+            )
+        elif isinstance(section, KeyValues):
+            pairs = [["", plain(key), plain(value)] for key, value in section.mapping.items()]
+            blocks.append([plain(section.title), *_aligned(pairs, [False] * 3)])
+        elif isinstance(section, Paragraph):
+            blocks += [textwrap.wrap(plain(text), 100) for text in section.text.split("\n\n") if text.strip()]
+    return "\n".join("".join(f"{line}\n" for line in block if line) for block in blocks)
+
+
+def _aligned(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = (
+        [f"{text:{'>' if side else '<'}{width}}" for text, width, side in zip(row, widths, right, strict=True)]
+        for row in rows
+    )
+    return ["  ".join(row).rstrip() for row in padded]

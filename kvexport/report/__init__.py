@@ -1,1 +1,0 @@
-"""Reports of tables and plots, as text and as HTML."""

@@ -45,9 +45,7 @@ class Plugin final : public nvinfer1::IPluginV3,
  public:
   using Arguments = typename Operator::Arguments;
 
-  explicit Plugin(std::shared_ptr<const Fields> fields)
-      : fields_(std::move(fields)),
-        operator_(*fields_) {}
+  explicit Plugin(std::shared_ptr<const Fields> fields) : fields_(std::move(fields)), operator_(*fields_) {}
 
   nvinfer1::IPluginCapability* getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept override {
     if (type == nvinfer1::PluginCapabilityType::kCORE) return static_cast<nvinfer1::IPluginV3OneCore*>(this);

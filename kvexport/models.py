@@ -206,8 +206,7 @@ def find_artifact(
     from kvexport.export.model.checkpoint import open_checkpoint
 
     with progress("reading the checkpoint", None):
-        model, adapter = recipe.recipe.model, recipe.recipe.weights.merge_adapter
-        checkpoint = open_checkpoint(model.path, model.revision, adapter=adapter)
+        checkpoint = open_checkpoint(recipe.recipe.model.path, recipe.recipe.model.revision)
     folder = cache_folder("artifacts") / f"{recipe.name}-{_key(recipe, checkpoint, calibrate)[:16]}"
     if is_artifact(folder):
         return folder

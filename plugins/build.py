@@ -16,7 +16,6 @@ from building.tools import Missing
 
 
 def main() -> None:
-    """Build the targets of the command line; exit with 3 if one was not built."""
     options = arguments()
     settings = {
         key: getattr(options, key) for key in ("capabilities", "sanitize", "machine", "here", "out", "everything")
@@ -38,7 +37,6 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Return the options of the command line."""
     targets = "\n".join(f"  {name:22} {target.meaning}\n{'':24} {target.output}" for name, target in TARGETS.items())
     parser = argparse.ArgumentParser(
         description=f"{__doc__}\ntargets:\n{targets}", formatter_class=argparse.RawDescriptionHelpFormatter

@@ -30,7 +30,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 KERNELS = (
     "tests/backends/onnxruntime/test_cuda_provider.py",
     "tests/backends/onnxruntime/test_operators.py",
-    "tests/backends/tensorrt/test_gpu.py",
     "tests/backends/tensorrt/test_lean.py",
     "tests/backends/tensorrt/test_library.py",
     "tests/backends/tensorrt/test_*plugins.py",

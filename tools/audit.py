@@ -83,7 +83,6 @@ def _last(output: str) -> str:
 
 
 def main() -> None:
-    """Check the packages and exit with the code of `audit`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--soft", action="store_true", help="exit with 0 if nothing could be checked")
     soft = parser.parse_args().soft

@@ -161,7 +161,6 @@ def one_by_one(readings: dict[str, Reading], ids: NDArray[np.int64]) -> None:
 
 
 def sections(readings: dict[str, Reading]) -> list[Section]:
-    """Return the demo's report on the real model: figures and answers."""
     small, full = readings.values()
     budget, tokens = small.plan.caches[0].budget[0], full.lengths[-1]
     faster, smaller = full.milliseconds[-1] / small.milliseconds[-1], full.cached[-1] / small.cached[-1]

@@ -39,7 +39,6 @@ def normal(name: str) -> str:
 
 
 def pins(text: str) -> dict[str, str]:
-    """Return {name: version} of the lines `name==version`, with or without hashes."""
     return {normal(name): version for name, version in re.findall(r"^([\w.-]+)==([^\s\\]+)", text, re.MULTILINE)}
 
 
@@ -75,7 +74,6 @@ def render(engines: Mapping[str, str], others: Mapping[str, str], hashes: Mappin
 
 
 def main() -> None:
-    """Write the lock file: every pinned package with the hashes of its wheels for all targets."""
     text = CONSTRAINTS.read_text()
     locked = {name: version for name, version in pins(text).items() if name not in NOT_LOCKED}
     hashes: dict[str, set[str]] = {name: set() for name in locked}

@@ -53,7 +53,6 @@ def run(command: Sequence[str], folder: Path, environment: Mapping[str, str] | N
 
 
 def version_of(root: Path) -> str:
-    """Return the version of the package in the checkout `root`."""
     match = re.search(r'__version__ = "(.+)"', (root / "kvexport" / "version.py").read_text())
     assert match
     return match[1]
@@ -84,7 +83,6 @@ def check(root: Path) -> str:
 
 
 def machines() -> list[str]:
-    """Return the processors for which this machine compiles native operators, its own first."""
     own = platform.machine()
     return [own, *(x for x in MACHINES if x != own and shutil.which(f"{x}-linux-gnu-g++"))]
 
@@ -174,12 +172,10 @@ def release(root: Path, out: Path, processors: Sequence[str], cuda: Path | None 
 
 
 def has_auditwheel() -> bool:
-    """Return whether auditwheel is installed."""
     return subprocess.run([sys.executable, "-m", "auditwheel", "--version"], capture_output=True).returncode == 0
 
 
 def main() -> None:
-    """Build a release, and print its files and the commands that remain."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "build-cache" / "release", help="the folder of the files")
     parser.add_argument("--capabilities", nargs="+", default=[], metavar="N", help="of kvexport-cuda, as in 80 90")

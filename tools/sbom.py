@@ -20,7 +20,6 @@ from tools.lock import CONSTRAINTS, LOCK, pins
 
 
 def digests(lock: str) -> dict[str, list[str]]:
-    """Return {name: SHA-256 digests} of a lock file."""
     blocks = re.findall(r"^([\w.-]+)==[^\s\\]+((?: \\\n    --hash=sha256:[0-9a-f]{64})*)", lock, re.MULTILINE)
     return {name: re.findall(r"sha256:([0-9a-f]{64})", hashes) for name, hashes in blocks}
 
@@ -73,7 +72,6 @@ def bill(constraints: str, lock: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write the bill of materials to the file of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path)
     out = parser.parse_args().out

@@ -29,14 +29,13 @@ from kvexport.schema.operators import (
     schema_digest,
 )
 from kvexport.schema.policy import FIT, NEEDS_FIT, POLICY, REQUIREMENTS, MergePolicy
-from kvexport.schema.state import DIMENSIONS, INT4, SCALES, SMALL, STATE, StateTensor
+from kvexport.schema.state import DIMENSIONS, INT4, SCALES, STATE, TYPES, StateTensor
 
 ROOT = Path(__file__).parent.parent
 WIDTH = 120
 WRITTEN = """// Written by `python -m tools.schema` from kvexport/schema: change that, not this.
 // clang-format off"""
 MAX_STATISTICS = 8
-TYPES = ("float32", "float16", "bfloat16", *SMALL)  # of queries and caches, in the order of their numbers
 _C_TYPES = {"query": "void", "cache": "void", "float32": "float", "int32": "int32_t", "int64": "int64_t"}
 
 
@@ -177,9 +176,8 @@ def header() -> str:
         "// and of CUDA (../cuda/kvexport_cuda.h) share them.",
         WRITTEN,
         '#pragma once\n\n#include <stddef.h>\n#include <stdint.h>\n\n#ifdef __cplusplus\nextern "C" {\n#endif\n',
-        "// Types of tensors; KV_BFLOAT16 only on CUDA. The types after it are those of quantized caches: keys and",
-        "// values in int8, both in int4, and keys in int8 with values in int4. Scores, votes and arithmetic are",
-        "// always float32.",
+        "// Types of tensors. The last three are those of quantized caches: keys and values in int8, both in int4,",
+        "// and keys in int8 with values in int4. Scores, votes and arithmetic are always float32.",
         _enum("", TYPES),
         "// The int8 numbers that the codes of int4 stand for.",
         f"#define KV_INT4_NUMBERS {', '.join(map(str, INT4))}",

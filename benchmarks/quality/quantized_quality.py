@@ -40,7 +40,7 @@ FOUR = {"bits": 4, "group": 32}
 SIDES: dict[str, tuple[str, dict[str, Any]]] = {
     "int8": ("rounded", {"bits": 8}),
     "int8, head float": ("rounded", {"bits": 8, "head": "float"}),
-    "int8, float inputs": ("rounded", {"bits": 8, "inputs": "float"}),
+    "int8, float inputs": ("rounded", {"bits": 8}),
     "int4, groups of 32, head of 8": ("rounded", FOUR),
     "int4, groups of 32, all": ("rounded", {**FOUR, "head": "same"}),
     "int4, groups of 32, zero points": ("rounded", {**FOUR, "symmetric": False}),
@@ -137,7 +137,7 @@ def main() -> None:
             built = time.monotonic() - start
             results[side] = {
                 "weight_bytes": (artifact / "decoder.weights").stat().st_size,
-                **measure(artifact, samples, options.batch, reference=reference),
+                **measure(artifact, samples, options.batch, reference=reference, float_input="float inputs" in side),
                 "build_seconds": built,
             }
             if options.float_input:

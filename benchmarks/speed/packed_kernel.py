@@ -4,7 +4,7 @@
         [--sides SIDE ...]
 
 Matrices are multiplied with one row and with a prompt's rows. The sides are Linear with int4, int8 (groups of 32,
-scales in float16) and float16 weights, the first two also with inputs that are not rounded (`weights.inputs: float`),
+scales in float16) and float16 weights, the first two also with inputs that are not rounded (`float_input`),
 and ONNX Runtime's MatMulNBits (int4, groups of 32, accuracy level 4). All run in turn in one process. `read_share` is
 the bytes of weights and scales over the time of one row and the machine's read bandwidth, which is measured before and
 after. `of_MatMulNBits` is the speed relative to that side's. Goals: one row at 0.85 of the bandwidth and 1.0 of

@@ -157,8 +157,7 @@ def _fill(
             raise UsageError(
                 f"{adapter} changes {module!r}, and the artifact takes adapters of {projections} in "
                 f"its {len({target.rpartition('.')[0] for target in targets})} blocks",
-                f"--set adapters.targets=null or an adapter of this model; to add it at build: --set "
-                f"weights.merge_adapter={shlex.quote(str(adapter.folder))}",
+                "--set adapters.targets=null or an adapter of this model",
             )
         inputs, outputs = targets[name]
         if (first.shape, second.shape) != ((first.shape[0], inputs), (outputs, first.shape[0])):

@@ -22,6 +22,7 @@ from kvexport.plan.planner import plan_cache
 from kvexport.recipe.divergence import Divergence
 from kvexport.recipe.fields import MOST, Recipe
 from kvexport.schema.state import SMALL
+from kvexport.tensor_files.peft import MERGE
 from kvexport.terminal import Progress, silent
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def read_model(recipe: Recipe, checkpoint: Checkpoint | None = None, *, weights:
             able = " or ".join(b.name for b in backends.all_backends() if b.runs_adapters)
             raise UsageError(
                 f"adapters.count is {recipe.adapters.count}, but {backend.name} runs no adapters",
-                f"--set backend.name={able}, or --set weights.merge_adapter=FOLDER to add one adapter at build",
+                f"--set backend.name={able}, or {MERGE}",
             )
         layout = probe_layers(model, mode)
         geometry = layout.geometry
@@ -66,8 +67,7 @@ def read_model(recipe: Recipe, checkpoint: Checkpoint | None = None, *, weights:
 def _checkpoint_of(recipe: Recipe, *, weights: bool = True) -> Checkpoint:
     from kvexport.export.model.checkpoint import open_checkpoint
 
-    path, revision, adapter = recipe.model.path, recipe.model.revision, recipe.weights.merge_adapter
-    return open_checkpoint(path, revision, weights=weights, adapter=adapter)
+    return open_checkpoint(recipe.model.path, recipe.model.revision, weights=weights)
 
 
 def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:

@@ -154,7 +154,6 @@ def write_graphs(
         traced.attentions,
         packings(specs),
         passes,
-        float_input=recipe.weights.inputs == "float",
         library=backends.get(recipe.backend.name).library_products(recipe),
     )
     if selected_plan(recipe, shape.plan) is not None:

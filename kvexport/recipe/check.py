@@ -24,8 +24,6 @@ from kvexport.recipe.parse import Entry, Findings, Leaf, Tree, plain, shown_key
 
 Key: TypeAlias = "tuple[str, ...]"
 PATH: Key = ("model", "path")
-FILES: tuple[Key, ...] = (("weights", "merge_adapter"),)
-"""Keys whose value is the path of a file or folder, relative to the recipe's file."""
 METHOD: Key = ("cache", "method")
 PARAMETERS: Key = ("cache", "parameters")
 
@@ -36,10 +34,6 @@ def check_recipe(tree: Tree, label: str, findings: Findings) -> Recipe | None:
     path = get(tree, PATH)
     if isinstance(path, Leaf):
         data["model"]["path"] = _local(path)
-    for section, name in FILES:
-        file = get(tree, (section, name))
-        if isinstance(file, Leaf) and isinstance(file.value, str) and file.value:
-            data[section][name] = os.path.normpath(file.origin.folder / file.value)
     cache = data.get("cache", {})
     method = None
     if isinstance(cache, dict) and isinstance(cache.get("parameters", {}), dict):

@@ -76,17 +76,6 @@ class WeightsSection(RecipeSection):
         8, description="Rounding of the head and the embedding: like all other weights, to 8 bits, or none."
     )
     symmetric: bool = Field(True, description="Scales only; false: a zero point with each scale.")
-    merge_adapter: str | None = Field(
-        None,
-        min_length=1,
-        description="A LoRA adapter in PEFT's format, whose product is added to the weights at build: its folder "
-        "(relative to the recipe's file); null: none.",
-    )
-    inputs: Literal["int8", "float"] = Field(
-        "int8",
-        description="Inputs of products with packed weights. int8: a kernel may round them, which is faster; float: "
-        "they are not rounded.",
-    )
 
 
 class ExportSection(RecipeSection):

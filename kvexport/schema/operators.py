@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from kvexport.schema.attribute import Attribute
 from kvexport.schema.policy import FIT, POLICY
-from kvexport.schema.state import CONTRACT_VERSION, INT4, SMALL, STATE, StateTensor
+from kvexport.schema.state import CONTRACT_VERSION, INT4, STATE, TYPES, StateTensor
 
 Role = Literal["query", "cache", "float32", "float16", "int32", "int64"]
 
@@ -232,4 +232,4 @@ def schema_digest() -> str:
         for attributes in (VOTE_ATTENTION.attributes, MERGE_CACHE.attributes, LINEAR_ATTRIBUTES, EXPERTS_ATTRIBUTES)
     ]
     state = [(tensor.name, tensor.dims, tensor.dtype) for tensor in STATE]
-    return hashlib.sha256(repr((CONTRACT_VERSION, known, state, SMALL, INT4)).encode()).hexdigest()[:12]
+    return hashlib.sha256(repr((CONTRACT_VERSION, known, state, TYPES, INT4)).encode()).hexdigest()[:12]

@@ -100,6 +100,7 @@ SCALES = (
 )
 # The types of a quantized cache: that of its keys, and that of its values.
 SMALL = {"int8": ("int8", "int8"), "int4": ("int4", "int4"), "k8v4": ("int8", "int4")}
+TYPES = ("float32", "float16", *SMALL)  # of queries and caches, in the order of their numbers in plugins/abi/kvexport.h
 # The int8 number that each of int4's sixteen codes stands for. A rotated row has nearly normal numbers, the largest of
 # which is 127. These sixteen numbers give the least mean square error (docs/measurements/quantized-cache.md). Code 0 is
 # the number 0, so that zeros stay zeros.

@@ -20,7 +20,7 @@ from kvexport.tensor_files.shards import TensorEntry, is_present, parse_object, 
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
-_MERGE = "merge it with PEFT: PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(DIRECTORY)"
+MERGE = "merge it with PEFT: PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(DIRECTORY)"
 _MOST_ALPHA = 1e6
 _MOST_BYTES = 4 << 20  # of adapter_config.json, which has one line for each module that it names
 _KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight")
@@ -60,11 +60,6 @@ class AdapterFiles:
         name = self.config.get("base_model_name_or_path")
         return name if isinstance(name, str) else ""
 
-    @property
-    def transposed(self) -> bool:
-        """Whether the LoRA adapter's checkpoint stores weights as [inputs, outputs] (`fan_in_fan_out`)."""
-        return bool(self.config.get("fan_in_fan_out"))
-
     def scale(self, module: str) -> float:
         rank, alpha = self.pairs[module][0].shape[0], self._alpha(module)
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
@@ -74,7 +69,7 @@ class AdapterFiles:
         alpha, patterns = self.config.get("lora_alpha", 8), self.config.get("alpha_pattern") or {}
         for name, value in patterns.items() if isinstance(patterns, dict) else ():
             if not re.fullmatch(r"[\w.]+", name):  # a regular expression of a stranger may run for ever
-                raise UsageError(f"{file} has an alpha_pattern {name!r} that is no plain name of a module", _MERGE)
+                raise UsageError(f"{file} has an alpha_pattern {name!r} that is no plain name of a module", MERGE)
             if f".{module}".endswith(f".{name}"):
                 alpha = value
                 break
@@ -127,7 +122,7 @@ def _read_config(folder: Path, setting: str) -> dict[str, Any]:
         if config.get(key) not in values and key in config:
             raise UsageError(
                 f"{folder / CONFIG} has {key} {config[key]!r}; only adapters with {key} {values[0]!r} are supported",
-                _MERGE,
+                MERGE,
             )
     return config
 

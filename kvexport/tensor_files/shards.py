@@ -62,7 +62,7 @@ def _no_weights(path: Path) -> UsageError:
     if "adapter_config.json" in files:
         return UsageError(
             f"{path} is an adapter, not a model",
-            f"--set model.path=BASE_MODEL --set weights.merge_adapter={shlex.quote(str(path))}",
+            "--set model.path=BASE_MODEL --set adapters.count=1",
         )
     # The hub's cache holds models--org--name/snapshots/COMMIT; pickles are never downloaded there, so the id is what
     # can be converted.

@@ -45,11 +45,6 @@ def first_layers(
             f"--layers 1 to {total}; without it, all of them",
         )
     recipe = manifest.recipe
-    if recipe.weights.merge_adapter is not None:
-        raise UsageError(
-            "--layers compares layers of a checkpoint as it is, and this artifact's weights have an adapter added",
-            "no --layers, which compares all layers",
-        )
     source = open_checkpoint(checkpoint or recipe.model.path, recipe.model.revision)
     require_checkpoint(source, manifest, path)
     source.require_folder("--layers")

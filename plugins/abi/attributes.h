@@ -11,7 +11,7 @@ namespace kv {
 
 // The digest of the schema that the library is compiled with. A library of another version is refused before
 // it reads a node.
-inline constexpr const char* kSchema = "7c6c411aedc5";
+inline constexpr const char* kSchema = "6912160841b9";
 
 inline constexpr AttributeName kVoteAttentionAttributes[] = {
     {"scale", kFloat},

@@ -21,7 +21,7 @@ enum { KV_EXPERTS_SILU = 0, KV_EXPERTS_GELU, KV_EXPERTS_GELU_TANH, KV_EXPERTS_RE
 // A packed weight has the rows of all experts, one after another. In panels (KV_PANELS) each of its matrices has panels
 // of its own, one matrix after another: for each expert [inner, hidden] of the gate and of the ups, or [hidden, inner].
 typedef struct KvExperts {
-  int type;          // input, output, biases, and weights that are not packed: float32, float16 or, on CUDA, bfloat16
+  int type;          // input, output, biases, and weights that are not packed: float32 or float16
   int weights_type;  // the factors of the chosen experts, likewise
   int float_input;   // as in KvLinear
   int activation, gate;

@@ -12,10 +12,9 @@
 extern "C" {
 #endif
 
-// Types of tensors; KV_BFLOAT16 only on CUDA. The types after it are those of quantized caches: keys and
-// values in int8, both in int4, and keys in int8 with values in int4. Scores, votes and arithmetic are
-// always float32.
-enum { KV_FLOAT32 = 0, KV_FLOAT16 = 1, KV_BFLOAT16 = 2, KV_INT8 = 3, KV_INT4 = 4, KV_K8V4 = 5 };
+// Types of tensors. The last three are those of quantized caches: keys and values in int8, both in int4,
+// and keys in int8 with values in int4. Scores, votes and arithmetic are always float32.
+enum { KV_FLOAT32 = 0, KV_FLOAT16 = 1, KV_INT8 = 2, KV_INT4 = 3, KV_K8V4 = 4 };
 // The int8 numbers that the codes of int4 stand for.
 #define KV_INT4_NUMBERS 0, 11, 22, 34, 46, 60, 77, 98, 127, -127, -94, -72, -54, -39, -25, -12
 enum { KV_STATISTIC_NONE = 0, KV_STATISTIC_LOG_EMA = 1, KV_STATISTIC_PROBABILITY = 2 };

@@ -79,7 +79,6 @@ def is_current(name: str, *more: Path) -> bool:
 
 
 def host_output(name: str) -> Path:
-    """Return the path of a target for the host."""
     return ROOT / TARGETS[name].output
 
 
@@ -222,27 +221,11 @@ def _on_host(name: str) -> Path:
     return _link_on_host(target, library, [*target.link, *exports], kernels)
 
 
-def harness_on(kernels: Path) -> Path:
-    """Build the target `tensorrt-harness` with another library of the CUDA kernels and CUDA's own runtime.
-
-    Args:
-        kernels: The library of the target `cuda`, for a GPU.
-    """
-    target = TARGETS["tensorrt-harness"]
-    own = target._replace(sources=tuple(source for source in target.sources if "cuda_runtime" not in source))
-    library = (ROOT / target.output).with_stem(f"libtensorrt_harness_{kernels.stem.removeprefix('lib')}")
-    toolkit = headers.find("cuda").parent
-    folders = [f"-L{toolkit / name}" for name in ("lib64", "lib") if (toolkit / name).is_dir()]
-    runtime = [*folders, "-lcudart_static", "-ldl", "-lrt", "-lpthread", "-Wl,--no-undefined"]
-    return _link_on_host(own, library, ["-shared"], kernels, runtime)
-
-
 def _link_on_host(
     target: Target,
     library: Path,
     link_flags: list[str],
     kernels: Path | None,
-    libraries: Sequence[str] = (),
 ) -> Path:
     flags = list(HOST_FLAGS)
     if kernels and not set(target.sources) & set(KERNELS):
@@ -256,7 +239,7 @@ def _link_on_host(
     command = [host_compiler(), *flags, *_include(target)]
     objects, _ = _compile(command, target.sources, library.parent, library.stem)
     own = [f"-L{kernels.parent}", f"-l:{kernels.name}", "-Wl,-rpath,$ORIGIN:$ORIGIN/../cuda"] if kernels else []
-    return link([host_compiler(), *flags, *link_flags], objects, library, [*own, *libraries])
+    return link([host_compiler(), *flags, *link_flags], objects, library, own)
 
 
 def _include(target: Target) -> list[str]:

@@ -131,14 +131,4 @@ TARGETS = {
         reads=TENSORRT_FILES,
         link=("-shared", "-Wl,--no-undefined"),
     ),
-    "tensorrt-fuzz": Target(
-        "tensorrt-host with random fields under sanitizers, a program",
-        "build-cache/tensorrt/tensorrt_fuzz",
-        "host",
-        ("bindings/tensorrt/library.cpp", "tests/cuda_runtime_on_host.cpp", "tests/tensorrt_fuzz.cpp"),
-        ("tensorrt", "cuda"),
-        reads=TENSORRT_FILES,
-        link=(),
-        sanitize="address,undefined",
-    ),
 }

@@ -77,9 +77,6 @@ KV_EXPORT const char* kvt_identity(IPluginV3* plugin) {
 }
 KV_EXPORT const char* kvt_timing_cache_id(IPluginV3* plugin) { return build_of(plugin)->getTimingCacheID(); }
 KV_EXPORT int32_t kvt_outputs(IPluginV3* plugin) { return build_of(plugin)->getNbOutputs(); }
-KV_EXPORT int32_t kvt_aliased(IPluginV3* plugin, int32_t output) {
-  return static_cast<IPluginV3OneBuildV2*>(build_of(plugin))->getAliasedInput(output);
-}
 
 KV_EXPORT int32_t kvt_output_types(IPluginV3* plugin, const Tensor* in, int32_t inputs, Tensor* out, int32_t outputs) {
   std::vector<DataType> sources, answer(outputs);

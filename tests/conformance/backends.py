@@ -359,7 +359,6 @@ def _state_types(cache_type: str) -> dict[str, np.dtype[Any]]:
 def node_session(
     op: str, meaning: Any, attributes: dict[str, Any], inputs: list[str], outputs: list[str], infos: dict[str, Any]
 ) -> Any:
-    """Return a session of a model of one node."""
     import onnx
     import onnxruntime
     from onnx import helper

@@ -95,7 +95,6 @@ SCENARIOS = [
 
 
 def vote_attention_inputs(profile: Profile, scenario: Scenario) -> Arrays:
-    """Return inputs of VoteAttention."""
     rng = np.random.default_rng(zlib.crc32(f"{profile.name}/{scenario.name}".encode()))
     (query_heads, heads), (key_size, value_size) = profile.heads, profile.sizes
     batch, tokens, capacity = len(scenario.lanes), scenario.tokens, scenario.capacity
@@ -348,7 +347,6 @@ def heads_of(profile: Profile, scenario: Scenario) -> list[Arrays]:
 
 
 def states_of(profile: MergeProfile, scenario: MergeScenario) -> tuple[list[Arrays], list[MergeCacheAttributes]]:
-    """Return the state of each KV head, and the attributes of its merge."""
     one, states, attributes = replace(profile, kv_heads=1), [], []
     for h, share in enumerate(SHARES):
         budget = max(int(share * scenario.budget), h + RECENT + SINKS)

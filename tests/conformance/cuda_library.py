@@ -29,8 +29,7 @@ HOST, DEVICE, PTX = (ROOT / TARGETS[name].output for name in ("cuda-host", "cuda
 OTHER_LIBRARY = "KVEXPORT_CUDA_HOST"  # the path of a library to test instead of HOST
 EVERY_PTX = "KVEXPORT_EVERY_PTX"  # all kernels and all cases of the backend cuda-ptx
 COUNTER_BYTES = 1 << 18
-# numpy has no bfloat16: uint16 holds its bits. The last three are types of quantized caches.
-TYPES = {"float32": 0, "float16": 1, "uint16": 2, "int8": 3, "int4": 4, "k8v4": 5}
+TYPES = {"float32": 0, "float16": 1, "int8": 2, "int4": 3, "k8v4": 4}  # the last three are of quantized caches
 SMALL_TYPES = {("int8", "int8"): "int8", ("uint8", "uint8"): "int4", ("int8", "uint8"): "k8v4"}
 
 
@@ -89,17 +88,6 @@ def load(path: Path) -> ctypes.CDLL:
     return library
 
 
-def bfloat16(x: np.ndarray) -> np.ndarray:
-    """Return the bits of the nearest bfloat16, ties to even, as uint16."""
-    bits = x.astype(np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def float32_of(bits: np.ndarray) -> np.ndarray:
-    """Return the float32 numbers that these bits of bfloat16 represent."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
 class HostMemory:
     """The memory of kernels that are compiled for the host."""
 
@@ -136,8 +124,7 @@ class DeviceMemory:
         self.stream = torch.cuda.current_stream().cuda_stream
 
     def put(self, x: np.ndarray) -> Any:
-        """Return a copy on the device. The bits of bfloat16 become int16, which every PyTorch has."""
-        return self.torch.from_numpy(np.ascontiguousarray(x.view(np.int16) if x.dtype == np.uint16 else x)).cuda()
+        return self.torch.from_numpy(np.ascontiguousarray(x)).cuda()
 
     def bytes(self, size: int, zeros: int) -> Any:
         buffer = self.torch.full((max(size, 1),), 0xFF, dtype=self.torch.uint8, device="cuda")

@@ -45,10 +45,8 @@ void product(const char* a, const char* b, int stride, int rows, float* out) {
 
 }  // namespace
 
-extern "C" void product_of(int brain, const char* a, const char* b, int stride, int rows, float* out) {
-  brain ? product<BFloat>(a, b, stride, rows, out) : product<Half>(a, b, stride, rows, out);
+extern "C" void product_of(const char* a, const char* b, int stride, int rows, float* out) {
+  product<Half>(a, b, stride, rows, out);
 }
 
-extern "C" uint32_t packed_of(int brain, float low, float high) {
-  return brain ? packed<BFloat>(low, high) : packed<Half>(low, high);
-}
+extern "C" uint32_t packed_of(float low, float high) { return packed<Half>(low, high); }

@@ -16,7 +16,7 @@ import pytest
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.schema.state import STATE_NAMES
 from tests.conformance.cases import BY_PLACE, MergeProfile, MergeScenario, merge_cache_state
-from tests.conformance.cuda_library import Caller, Where, bfloat16, checked_launches, host_list, merge_cache_call
+from tests.conformance.cuda_library import Caller, Where, checked_launches, host_list, merge_cache_call
 from tests.conformance.layout import joined
 from tests.conformance.test_cuda_on_host import ORDERS, set_host
 from tests.conformance.test_cuda_on_host import caller as caller  # the fixture
@@ -25,7 +25,7 @@ Arrays = dict[str, np.ndarray]
 TABLE = 32  # the most heads of a launch
 FEW = (420, 16, 150, 90)
 MANY = (*FEW, *range(40, 73))
-TYPES = ("float32", "float16", "bfloat16")
+TYPES = ("float32", "float16")
 METHODS = {
     "h2o": MergeProfile("h2o", "h2o"),
     "keepkv": MergeProfile("keepkv", "keepkv", {"zip": "vote", "order": "merge-first", "threshold": 0.5}),
@@ -48,15 +48,11 @@ def heads_of(
     method: str, capacities: Sequence[int], dtype: str = "float32", sizes: tuple[int, int] = (16, 24)
 ) -> tuple[list[Arrays], list[MergeCacheAttributes]]:
     """Return the cache of each KV head, with 4 sequences, and the attributes of its merge."""
-    profile, states, attributes = replace(METHODS[method], kv_heads=1, sizes=sizes), [], []
-    profile = replace(profile, dtype=dtype if dtype != "bfloat16" else "float32")
+    profile, states, attributes = replace(METHODS[method], kv_heads=1, sizes=sizes, dtype=dtype), [], []
     for h, capacity in enumerate(capacities):
         budget = max(7, int(capacity * (0.9, 0.5, 1.0)[h % 3]))
         used = tuple((x,) for x in (capacity, 0, capacity // 2, capacity - 5))
-        state = merge_cache_state(profile, MergeScenario(f"{method} {h}", capacity, budget, used))
-        if dtype == "bfloat16":
-            state |= {name: bfloat16(state[name]) for name in ("key", "value")}
-        states.append(state)
+        states.append(merge_cache_state(profile, MergeScenario(f"{method} {h}", capacity, budget, used)))
         attributes.append(replace(profile.attributes(budget), recent=h % 5))
     return states, attributes
 

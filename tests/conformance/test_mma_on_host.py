@@ -9,7 +9,7 @@ import pytest
 
 from plugins.building.targets import HOST_FLAGS
 from plugins.building.tools import Missing, host_compiler
-from tests.conformance.cuda_library import ROOT, HostMemory, bfloat16, float32_of
+from tests.conformance.cuda_library import ROOT, HostMemory
 
 # (lane, element) -> number of the element, columns first, from CUTLASS's SM80_16x8x16_F32F16F16F32_TN. A layout is
 # (extents, strides) over the digits of the lane and then of the element. A is 16 x 16 and C 16 x 8, numbered row + 16
@@ -81,16 +81,14 @@ def test_elements_are_placed_as_in_the_figures_of_the_ptx_isa(library: ctypes.CD
         assert (row.value, column.value) == expected, (lane, i)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("rows", [0, 1], ids=["keys", "values"])
-def test_a_product_of_operands_from_shared_memory(library: ctypes.CDLL, dtype: str, rows: int) -> None:
+def test_a_product_of_operands_from_shared_memory(library: ctypes.CDLL, rows: int) -> None:
     """Rows of memory are 24 elements apart, and only 16 of them are read."""
     rng, memory = np.random.default_rng(0), HostMemory()
     exact = rng.integers(-8, 9, size=(2, 2, 16, 24)).astype(np.float32)
-    a, b = (memory.put(bfloat16(x) if dtype == "bfloat16" else x.astype(np.float16)) for x in exact)
+    a, b = (memory.put(x.astype(np.float16)) for x in exact)
     out = np.full((2, 16, 16), np.nan, np.float32)
     library.product_of(
-        int(dtype == "bfloat16"),
         *(ctypes.c_void_p(x.ctypes.data) for x in (a, b)),
         48,
         rows,
@@ -100,13 +98,9 @@ def test_a_product_of_operands_from_shared_memory(library: ctypes.CDLL, dtype: s
     assert np.array_equal(out, left @ (right if rows else right.transpose(0, 2, 1)))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_two_numbers_as_one_register(library: ctypes.CDLL, dtype: str) -> None:
-    library.packed_of.argtypes, library.packed_of.restype = (
-        [ctypes.c_int, ctypes.c_float, ctypes.c_float],
-        ctypes.c_uint32,
-    )
-    both = np.array([library.packed_of(int(dtype == "bfloat16"), 1.5, 1 / 3)], np.uint32).view(np.uint16)
-    numbers = float32_of(both) if dtype == "bfloat16" else both.view(np.float16).astype(np.float32)
+def test_two_numbers_as_one_register(library: ctypes.CDLL) -> None:
+    library.packed_of.argtypes, library.packed_of.restype = [ctypes.c_float, ctypes.c_float], ctypes.c_uint32
+    both = np.array([library.packed_of(1.5, 1 / 3)], np.uint32).view(np.uint16)
+    numbers = both.view(np.float16).astype(np.float32)
     assert numbers[0] == 1.5
     assert numbers[1] == pytest.approx(1 / 3, rel=2**-9)

@@ -25,7 +25,7 @@ from kvexport.export.graph.tracer import trace_decoder
 from kvexport.language.chat import ChatTemplate
 from kvexport.recipe.fields import Recipe
 from kvexport.state.snapshot import Snapshot
-from tests.support.adapters import CONFIG, MODULES, adapter
+from tests.support.adapters import CONFIG, MODULES, adapter, with_adapter
 from tests.support.command_line import failure, ok
 from tests.support.http_server import TEMPLATE
 from tests.support.tiny_model import PROMPTS, RECIPE
@@ -41,9 +41,10 @@ def engine(adapted_artifact: Path, adapters: dict[str, Path]) -> Engine:
 @pytest.fixture(scope="module")
 def merged(tiny_checkpoint: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """An engine whose weights have the adapter "two" added."""
-    model, weights = {"path": str(tiny_checkpoint)}, {"merge_adapter": str(adapters["two"])}
-    recipe = Recipe.model_validate({**RECIPE, "model": model, "weights": weights})
-    return kvexport.load(kvexport.build(recipe, tmp_path_factory.mktemp("merged") / "artifact"), threads=1)
+    folder = tmp_path_factory.mktemp("merged")
+    model = {"path": str(with_adapter(folder / "checkpoint", tiny_checkpoint, adapters["two"]))}
+    recipe = Recipe.model_validate({**RECIPE, "model": model})
+    return kvexport.load(kvexport.build(recipe, folder / "artifact"), threads=1)
 
 
 def answers(engine: Engine, **options: Any) -> tuple[list[list[int]], NDArray[np.float32]]:

@@ -307,7 +307,7 @@ def test_the_error_for_a_directory_without_weights_lists_its_files(tmp_path: Pat
     (tmp_path / "consolidated.safetensors").write_bytes(write_file(one(), bytes(8)))
     assert "'consolidated.safetensors'" in refusal(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert "weights.merge_adapter=" in refusal(tmp_path)
+    assert "adapters.count=1" in refusal(tmp_path)
 
 
 def test_a_cached_snapshot_without_safetensors_is_converted_by_its_hub_id(tmp_path: Path) -> None:

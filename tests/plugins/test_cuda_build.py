@@ -112,9 +112,9 @@ def binding_links(objects: list[Path], architecture: str, library: Path) -> str:
     options.register_custom_ops_library(str(library))
     options.log_severity_level = 4
     # ONNX Runtime knows the operators in every type, but only for its CUDA provider.
-    for bfloat in (False, True):
+    for half in (False, True):
         with pytest.raises(Exception, match="Could not find an implementation for VoteAttention"):
-            node = model("VoteAttention", VOTE_ATTENTION, vote_attention_shapes(), bfloat=bfloat)
+            node = model("VoteAttention", VOTE_ATTENTION, vote_attention_shapes(), half=half)
             onnxruntime.InferenceSession(node, options, providers=["CPUExecutionProvider"])
     if driver_problem():
         with pytest.raises(EnvironmentProblem, match=f"{library.name} cannot be used: ") as caught:

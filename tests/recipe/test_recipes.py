@@ -240,9 +240,6 @@ def test_model_path_is_relative_to_the_file_that_sets_it(recipe_dir: Path) -> No
     assert load_recipe("../other/d.yaml").recipe.model.path == str(recipe_dir / "weights")
     assert load_recipe("../other/e.yaml").recipe.model.path == str(other / "own")
     assert load_recipe("a", ["model.path=./weights"]).recipe.model.path == str(here / "weights")
-    write(recipe_dir, r="model: {path: m}\nweights: {merge_adapter: words}\n")
-    assert load_recipe("r").recipe.weights.merge_adapter == str(recipe_dir / "words")
-    assert load_recipe("r", ["weights.merge_adapter=my"]).recipe.weights.merge_adapter == str(here / "my")
     assert load_recipe("a", ["model.path=local"]).recipe.model.path == str(here / "local")
     assert load_recipe("a", ["model.path=local/none"]).recipe.model.path == "local/none"
 

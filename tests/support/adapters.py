@@ -1,11 +1,14 @@
 """LoRA adapters of random numbers for the tiny Llama, in the files of PEFT's save_pretrained()."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from kvexport.tensor_files.peft import read_adapter
 
 RANK = 3
 MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj", "model.layers.1.mlp.down_proj")
@@ -26,4 +29,17 @@ def adapter(
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, **config}))
+    return folder
+
+
+def with_adapter(folder: Path, base: Path, adapter: Path) -> Path:
+    """Write a checkpoint whose weights have an adapter's products added, and return its folder."""
+    shutil.copytree(base, folder)
+    weights = load_file(base / "model.safetensors")
+    read = read_adapter(adapter, "--adapter one")
+    factors = load_file(adapter / "adapter_model.safetensors")
+    for module in read.pairs:
+        first, second = (factors[f"base_model.model.{module}.lora_{factor}.weight"] for factor in "AB")
+        weights[f"{module}.weight"] += read.scale(module) * (second @ first)
+    save_file(weights, folder / "model.safetensors")
     return folder

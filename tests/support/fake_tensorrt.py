@@ -34,10 +34,8 @@ from tests.support.fake_tensorrt_builder import (  # noqa: F401
     IProgressMonitor,
     ITensor,
     ITimingCache,
-    MemoryPoolType,
     OnnxParser,
     ParserError,
-    PreviewFeature,
     ProfilingVerbosity,
 )
 from tests.support.fake_tensorrt_plugins import (  # noqa: F401
@@ -73,8 +71,7 @@ class Runtime:
 
 
 class ICudaEngine:
-    __slots__ = ("_inputs", "_outputs", "_profiles", "_session", "weight_streaming_budget_v2")
-    streamable_weights_size = 1000
+    __slots__ = ("_inputs", "_outputs", "_profiles", "_session")
     device_memory_size_v2 = 300
 
     def __init__(self, plan: bytes) -> None:
@@ -185,8 +182,8 @@ def _read(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 NAMES = (
-    "ILogger", "IProgressMonitor", "BuilderFlag", "MemoryPoolType", "HardwareCompatibilityLevel", "ProfilingVerbosity",
-    "PreviewFeature", "PluginFieldType", "TensorRTPhase", "ExecutionContextAllocationStrategy", "ITensor",
+    "ILogger", "IProgressMonitor", "BuilderFlag", "HardwareCompatibilityLevel", "ProfilingVerbosity",
+    "PluginFieldType", "TensorRTPhase", "ExecutionContextAllocationStrategy", "ITensor",
     "INetworkDefinition", "ParserError", "OnnxParser", "IOptimizationProfile", "ITimingCache", "IBuilderConfig",
     "Builder", "Runtime", "ICudaEngine", "IExecutionContext", "PluginField", "PluginFieldCollection",
     "IPluginCreatorV3One", "IPluginRegistry", "get_plugin_registry",

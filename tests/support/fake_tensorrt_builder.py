@@ -11,11 +11,9 @@ from typing import Any
 from tests.support.fake_tensorrt_plugins import get_plugin_registry
 
 VERSION = "11.4.0.106"
-BuilderFlag = IntEnum("BuilderFlag", "REFIT VERSION_COMPATIBLE WEIGHT_STREAMING")
-MemoryPoolType = IntEnum("MemoryPoolType", "WORKSPACE")
+BuilderFlag = IntEnum("BuilderFlag", "VERSION_COMPATIBLE")
 HardwareCompatibilityLevel = IntEnum("HardwareCompatibilityLevel", "NONE AMPERE_PLUS SAME_COMPUTE_CAPABILITY")
 ProfilingVerbosity = IntEnum("ProfilingVerbosity", "DETAILED")
-PreviewFeature = IntEnum("PreviewFeature", "ALIASED_PLUGIN_IO_10_03")
 
 
 class ILogger:
@@ -126,27 +124,18 @@ class ITimingCache:
 
 class IBuilderConfig:
     __slots__ = (
-        "_cache", "_flags", "_pools", "_previews", "_profiles", "builder_optimization_level",
-        "hardware_compatibility_level", "plugins_to_serialize", "profiling_verbosity", "progress_monitor",
+        "_cache", "_flags", "_profiles", "builder_optimization_level", "hardware_compatibility_level",
+        "profiling_verbosity", "progress_monitor",
     )  # fmt: skip
     seen: list[IBuilderConfig] = []  # noqa: RUF012
 
     def __init__(self) -> None:
         self._flags: set[Any] = set()
-        self._pools: dict[Any, int] = {}
-        self._previews: dict[Any, bool] = {}
         self._profiles: list[IOptimizationProfile] = []
-        self.plugins_to_serialize: list[str] = []
         IBuilderConfig.seen.append(self)
 
     def set_flag(self, flag: Any) -> None:
         self._flags.add(BuilderFlag(flag))
-
-    def set_memory_pool_limit(self, pool: Any, pool_size: int) -> None:
-        self._pools[pool] = pool_size
-
-    def set_preview_feature(self, feature: Any, enable: bool) -> None:
-        self._previews[feature] = enable
 
     def add_optimization_profile(self, profile: IOptimizationProfile) -> int:
         self._profiles.append(profile)
@@ -184,11 +173,6 @@ class Builder:
         """Return a plan: the length of its description in 8 bytes, the description as JSON, and the ONNX model."""
         if self.failing:
             self._logger.log(ILogger.Severity.ERROR, self.failing)
-            return None
-        attributes = [a for node in network._model.graph.node if node.domain == "kvexport" for a in node.attribute]
-        aliased = any(a.name == "alias_state" and a.i for a in attributes)
-        if aliased and not config._previews.get(PreviewFeature.ALIASED_PLUGIN_IO_10_03):
-            self._logger.log(ILogger.Severity.ERROR, "aliased plugin outputs without ALIASED_PLUGIN_IO_10_03")
             return None
         self._logger.log(ILogger.Severity.INFO, "Building")
         self._logger.log(ILogger.Severity.VERBOSE, "Tactics")

@@ -67,11 +67,10 @@ def model(
     shapes: Mapping[str, Shape],
     *,
     half: bool = False,
-    bfloat: bool = False,
     absent: Sequence[str] = (),
 ) -> bytes:
     """Return the ONNX model of one node. Its cache is float32 by default. `absent` names inputs that it leaves out."""
-    element = TensorProto.BFLOAT16 if bfloat else TensorProto.FLOAT16 if half else TensorProto.FLOAT
+    element = TensorProto.FLOAT16 if half else TensorProto.FLOAT
     outputs = [f"present_{name}" for name in STATE]
     if op == "VoteAttention":
         outputs.insert(0, "output")

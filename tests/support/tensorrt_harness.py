@@ -23,11 +23,11 @@ from tests.conformance.cuda_library import STATE, HostMemory
 from tests.conformance.layout import OfHeads
 
 Arrays = dict[str, np.ndarray]
-FLOAT, HALF, INT8, INT32, BF16, INT64 = 0, 1, 2, 3, 7, 8  # nvinfer1::DataType
+FLOAT, HALF, INT8, INT32, INT64 = 0, 1, 2, 3, 8  # nvinfer1::DataType
 TYPES = {
-    "float32": FLOAT, "float16": HALF, "int8": INT8, "int32": INT32, "uint16": BF16, "int64": INT64,
+    "float32": FLOAT, "float16": HALF, "int8": INT8, "int32": INT32, "int64": INT64,
 }  # fmt: skip
-"""The types of TensorRT by numpy's names; numpy has no bfloat16, and uint16 has its bits."""
+"""The types of TensorRT by numpy's names."""
 FIELD_FLOAT32, FIELD_INT32, FIELD_CHAR, FIELD_INT64 = 1, 5, 6, 10  # nvinfer1::PluginFieldType
 LINEAR = 0
 BUILD, RUNTIME = 0, 1
@@ -156,9 +156,6 @@ class Plugin:
     @property
     def outputs(self) -> int:
         return int(self._call("outputs"))
-
-    def aliased(self, output: int) -> int:
-        return int(self._call("aliased", output))
 
     def call(self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None, *more: Any) -> Any:
         """Return the answer of a method that takes input and output tensors."""

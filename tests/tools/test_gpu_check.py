@@ -38,16 +38,14 @@ def test_every_part_runs_and_is_reported(tmp_path: Path, flags: list[str]) -> No
     if not flags:
         assert report["parts"]["conformance"]["figures"]["cases"] > 60
         assert {row["figure"]: row["met"] for row in report["goals"]}[
-            "Largest error against the float64 oracle, bfloat16"
+            "Largest error against the float64 oracle, float16"
         ]
         measured = {row["figure"] for row in report["goals"] if row["measured"] is not None}
         assert "Throughput of full batches: keepkv, 64 slots, over transformers, static, 64 slots" in measured
-    assert "Merge" in (tmp_path / "check.txt").read_text()
 
 
 def test_figures_are_compared_with_their_goals() -> None:
     from tools.gpu_check import goals as gpu_goals
-    from tools.gpu_check import report as gpu_report
 
     def decode(nbytes: int, us: float, torch_us: float) -> dict[str, object]:
         row = {"bytes": nbytes, "us": us, "goal us": 10.0, "share of copy": 8.0 / us, "statistic": "log_ema"}
@@ -93,8 +91,6 @@ def test_figures_are_compared_with_their_goals() -> None:
     ]
     assert next(row["measured"] for row in goals if "over flash" in row["figure"]) == 4.0
     assert next(row["goal"] for row in goals if "time of its bytes" in row["figure"]) == "at most 1.2"
-    text = gpu_report.text_of({"gpu": {"name": "a GPU"}, "date": "", "commit": "", "goals": goals, "parts": parts})
-    assert "not fit into this GPU" in text
 
 
 def test_a_part_without_time_left_is_skipped_with_a_reason(tmp_path: Path) -> None:

@@ -4,9 +4,9 @@
 
 The command needs nvcc, and a Python with PyTorch and numpy; nothing is fetched. A part that needs more is skipped if
 that is missing, and its row names it. Every part runs in its own process with a time limit. If one fails, the others
-continue. check.json and check.txt are written after every part, and check.jsonl after every row, to $OUT or
-benchmarks/results/<gpu>. The exit code is 4 if a part failed, and 3 if a part did not run. ``--on-host`` runs the same
-parts over the kernels compiled for the host, to test this command: its figures have no meaning.
+continue. check.json is written after every part, and check.jsonl after every row, to $OUT or benchmarks/results/<gpu>.
+The exit code is 4 if a part failed, and 3 if a part did not run. ``--on-host`` runs the same parts over the kernels
+compiled for the host, to test this command: its figures have no meaning.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ def check(options: argparse.Namespace) -> int:
         print(f"{part:12} {result['status']:8} {result['seconds']:6.1f} s  {result.get('why', '')}", flush=True)
         compared = goals(results)
         report = {"date": date.today().isoformat(), **sources(), "gpu": gpu, "goals": compared, "parts": results}
-        write_report(folder, report)
+        new = folder / "check.json.new"
+        new.write_text(json.dumps(report, indent=1) + "\n")
+        new.replace(folder / "check.json")
     for row in compared:
         verdict, figure = {True: "met", False: "NOT MET", None: ""}[row["met"]], row["measured"]
         number = "not measured" if figure is None else format(figure, ".4g")
@@ -135,16 +137,6 @@ def folder_of(named: Path | None, gpu: str) -> Path:
     folder = named or (Path(os.environ["OUT"]) if os.environ.get("OUT") else own)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def write_report(folder: Path, report: dict[str, Any]) -> None:
-    """Write a report as check.json, then as text."""
-    new = folder / "check.json.new"
-    new.write_text(json.dumps(report, indent=1) + "\n")
-    new.replace(folder / "check.json")
-    from tools.gpu_check.report import text_of
-
-    (folder / "check.txt").write_text(text_of(report))
 
 
 def find_gpu() -> dict[str, Any]:
@@ -291,7 +283,6 @@ def stand_in_for_pydantic(*, always: bool = False) -> None:
 
 
 def sources() -> dict[str, str]:
-    """Return the commit, if git knows it, and the digest of the kernels' sources."""
     from tools.gpu_check import prebuilt
 
     command = ["git", "rev-parse", "--short", "HEAD"]

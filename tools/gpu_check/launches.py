@@ -24,8 +24,6 @@ REPLAYS = 32  # replays of a step in one span: fewer than the slots that a cache
 
 @dataclass(frozen=True)
 class Shape:
-    """The layers of a Llama."""
-
     name: str
     layers: int
     heads: int
@@ -59,7 +57,6 @@ class Layers:
         return shape.layers * shape.heads * shape.slots * (4 * shape.size + 12)
 
     def enqueue(self) -> None:
-        """Enqueue a step."""
         for step in self.attention:
             step()
 
@@ -96,7 +93,6 @@ def launches(target: Target) -> Figures:
 
 
 def rows_of(target: Target, shape: Shape, figures: Figures) -> list[Row]:
-    """Return a row for each value of BEGIN."""
     layers, rows, expected = Layers(target, shape), list[Row](), b""
     floor, replays = layers.bytes() / figures["bytes per second"], target.scaled(REPLAYS, 2)
     for name, begin in BEGIN.items():

@@ -34,7 +34,6 @@ class Shape:
 
     @property
     def size(self) -> int:
-        """The size of a head."""
         return self.hidden // self.heads
 
     @property
@@ -164,7 +163,6 @@ class Slots:
 
     @staticmethod
     def bytes_of(shape: Shape, slots: int) -> int:
-        """Return the bytes of one sequence's state."""
         return (slots + SLACK) * (shape.slot_bytes() + shape.layers * shape.heads * 16)
 
     def __call__(self, layer: int, query: Any, key: Any, value: Any, position: Any) -> Any:
@@ -179,7 +177,6 @@ class Slots:
         return output
 
     def merge(self) -> None:
-        """Enqueue the merge of every layer."""
         for call in self.merges:
             self.target.caller.prepared("merge_cache", call)()
 
@@ -203,7 +200,6 @@ class FlashCache:
 
     @staticmethod
     def bytes_of(shape: Shape, slots: int) -> int:
-        """Return the bytes of one sequence's keys and values."""
         return slots * shape.slot_bytes()
 
     def __call__(self, layer: int, query: Any, key: Any, value: Any, position: Any) -> Any:
@@ -238,7 +234,6 @@ class Decoder:
         self.position = torch.zeros(batch, 1, dtype=torch.int64, device=device)
 
     def step(self) -> None:
-        """Enqueue a step."""
         import torch
         from torch.nn.functional import embedding, linear, rms_norm
 
@@ -361,7 +356,6 @@ class StepTimes:
         return row | {"tokens per second": batch / merging}
 
     def fullest(self, kind: str, slots: int) -> Figures:
-        """Return the row with as many sequences as fit."""
         each = (FlashCache if kind == "flash" else Slots).bytes_of(self.llama.shape, slots)
         batch, row = self.fits(each), {"cache": kind, "slots": slots}
         if batch == 0:

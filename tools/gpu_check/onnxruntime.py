@@ -62,7 +62,6 @@ def onnxruntime(target: Target) -> Figures:
 
 
 def prepare(target: Target) -> None:
-    """Check that the needed packages and devices are there."""
     require_packages(NEEDED)
     if not target.on_host:
         from kvexport.backends.onnxruntime.devices import graph_problem, problems
@@ -133,7 +132,6 @@ def device_engine(artifact: Path, library: Path, *, graphs: bool, on_host: bool)
 
 @contextmanager
 def operators(value: str) -> Iterator[None]:
-    """Set KVEXPORT_OPERATORS for the engines that are loaded in this context."""
     before = os.environ.get("KVEXPORT_OPERATORS")
     os.environ["KVEXPORT_OPERATORS"] = value
     try:

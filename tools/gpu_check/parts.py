@@ -146,7 +146,6 @@ class Step:
         self.call = call
 
     def __call__(self) -> None:
-        """Enqueue the step."""
         self.target.caller.prepared("vote_attention", self.call)()
 
     def reset(self) -> None:
@@ -291,7 +290,6 @@ def prefill(target: Target) -> Figures:
 
 
 def prefill_row(target: Target, batch: int, query_heads: int, heads: int, slots: int, kind: str) -> Row:
-    """Return the row of one shape and statistic."""
     chunk = target.scaled(CHUNK, 16)
     slots, query_heads, heads = target.scaled(slots, 64), target.scaled(query_heads, 4), target.scaled(heads, 2)
     step = Step(target, layer(batch, query_heads, heads, slots, chunk, 1, "float16"), attributes_of(kind))
@@ -314,7 +312,6 @@ def merge(target: Target) -> Figures:
 
 
 def merge_rows(target: Target, batch: int, heads: int, budget: int) -> list[Row]:
-    """Return the rows of every method."""
     budget, heads = target.scaled(budget, 128), target.scaled(heads, 2)
     step = Step(target, layer(batch, 4 * heads, heads, budget, 1, 1, "float16"), attributes_of("log_ema"))
     each = statistics.median(target.seconds([step], step.reset))

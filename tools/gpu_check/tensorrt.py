@@ -23,7 +23,7 @@ NEEDED = (
 ARTIFACTS: dict[str, dict[str, Any]] = {
     "float16": {},
     "budgets of KV heads": {"cache": {"allocation": {"kind": "listed", "shares": [[0.6, 1.4], [1.2, 0.8]]}}},
-    "int4": {"weights": {"bits": 4, "group": 64, "inputs": "float"}},
+    "int4": {"weights": {"bits": 4, "group": 64}},
 }
 """Changes of each artifact."""
 CACHE = {"method": "keepkv", "budget": 32, "merge_every": 4}
@@ -56,7 +56,6 @@ def tensorrt(target: Target) -> Figures:
 
 
 def prepare(target: Target) -> None:
-    """Check that TensorRT, its GPU and the needed packages are there."""
     if target.on_host:
         raise Skipped("TensorRT needs a GPU")
     require_packages(NEEDED)

@@ -54,7 +54,6 @@ def transformers(target: Target) -> Figures:
 
 
 def random_llama(shape: Shape, device: str) -> Any:
-    """Return an untrained Llama in float16."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -17,6 +17,7 @@ from kvexport.backends import libraries
 from kvexport.errors import EnvironmentProblem
 from kvexport.paths import checkout
 from kvexport.schema.operators import schema_digest
+from kvexport.schema.state import TYPES
 
 if TYPE_CHECKING:
     from kvexport.artifact.manifest import Manifest
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 NAMES = {"cpu": "libkvexport_onnxruntime.so", "cuda": "libkvexport_onnxruntime_cuda.so"}
 VARIABLE = "KVEXPORT_OPERATORS"
-# The numbers that plugins/abi/kvexport.h gives to the types of KV caches.
-TYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4, "k8v4": 5}
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,9 @@ def _why_no_layer(path: Path, op: str, manifest: Manifest) -> str | None:
             continue
         capacity, budget = ((ctypes.c_int * layer.kv_heads)(*numbers) for numbers in (layer.capacity, layer.budget))
         of_heads = (layer.kv_heads, capacity, budget) if merges else (heads, layer.kv_heads, capacity)
-        if problem := problem_of(TYPES[layer.dtype], *of_heads, layer.key_size, layer.value_size, layer.statistics):
+        if problem := problem_of(
+            TYPES.index(layer.dtype), *of_heads, layer.key_size, layer.value_size, layer.statistics
+        ):
             return f"layer {i} has no native kernel: {problem.decode()}"
     return None
 

@@ -79,7 +79,6 @@ class EngineBuilder:
         self.gpu: Gpu = require_gpu(Cuda())
         self.trt = import_tensorrt()
         self.log = make_log(self.trt)
-        self.plugin: Path | None = None
         self._refusal: Callable[[Any], str | None] = self._find_plugin()
 
     def _find_plugin(self) -> Callable[[Any], str | None]:
@@ -88,7 +87,6 @@ class EngineBuilder:
         if library() is None and self.options.plugin == "auto":
             return plugin_refusal(why_no_library()[0])
         register(self.trt)
-        self.plugin = library()
         return lambda node: refusal(self.trt, node)
 
     def add_engines(
@@ -108,9 +106,8 @@ class EngineBuilder:
             whys.update(reasons)
             files[kind] = PLANS[kind]
             with progress(f"building {PLANS[kind]}", STEPS) as task:
-                plugin = self.plugin if "" in reasons.values() else None
                 plan = self._build(
-                    model.SerializeToString(), folder / graph, profiles(kind, manifest.limits), shape_of, plugin, task
+                    model.SerializeToString(), folder / graph, profiles(kind, manifest.limits), shape_of, task
                 )
                 (folder / PLANS[kind]).write_bytes(plan)
         text = "\n".join(self.log.lines).replace(str(folder), ".")
@@ -138,7 +135,7 @@ class EngineBuilder:
         converted = []
         for kind, graph in manifest.graphs.files():
             parsed = onnx.load(folder / graph, load_external_data=False)
-            model, reasons = for_tensorrt(parsed, self._refusal, alias_state=self.options.alias_state)
+            model, reasons = for_tensorrt(parsed, self._refusal)
             if self.options.plugin == "always" and any(reasons.values()):
                 raise EnvironmentProblem(
                     next(filter(None, reasons.values())), "--set backend.tensorrt.plugin=auto, or another cache.method"
@@ -158,7 +155,6 @@ class EngineBuilder:
         path: Path,
         profiles: list[Profile],
         shape_of: Callable[[str, int, int], tuple[int, ...]],
-        plugin: Path | None,
         task: Any,
     ) -> memoryview:
         trt = self.trt
@@ -171,7 +167,7 @@ class EngineBuilder:
                 f"TensorRT's parser refused {path.name}: {reasons[0]}", "report it with the output of kvexport doctor"
             )
         config = builder.create_builder_config()
-        self._set_options(config, plugin)
+        self._set_options(config)
         for profile_sizes in profiles:
             profile = builder.create_optimization_profile()
             for i in range(network.num_inputs):
@@ -188,30 +184,19 @@ class EngineBuilder:
         if monitor.interrupted:
             raise KeyboardInterrupt
         if plan is None:
-            smaller = "if memory is short: smaller limits.max_batch, export.prefill_chunk or backend.tensorrt.workspace"
+            smaller = "if memory is short: smaller limits.max_batch or export.prefill_chunk"
             raise KvexportError(f"TensorRT could not build an engine of {path.name}: {self._errors()}", smaller)
         return memoryview(plan)
 
-    def _set_options(self, config: Any, plugin: Path | None) -> None:
+    def _set_options(self, config: Any) -> None:
         trt, options = self.trt, self.options
         config.builder_optimization_level = options.optimization_level
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         config.hardware_compatibility_level = getattr(
             trt.HardwareCompatibilityLevel, options.hardware_compatible.upper()
         )
-        flags = {
-            "VERSION_COMPATIBLE": options.version_compatible,
-            "WEIGHT_STREAMING": options.weight_streaming is not None,
-            "REFIT": options.refit,
-        }
-        for flag in (name for name, on in flags.items() if on):
-            config.set_flag(getattr(trt.BuilderFlag, flag))
-        if options.workspace is not None:
-            config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace)
-        if options.embed_plugin and plugin is not None:
-            config.plugins_to_serialize = [str(plugin.resolve())]
-        if options.alias_state and plugin is not None:
-            config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
+        if options.version_compatible:
+            config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
 
     def _errors(self) -> str:
         return "; ".join(self.log.errors[-3:]) or "no reason given"

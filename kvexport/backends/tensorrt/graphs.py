@@ -19,8 +19,6 @@ from kvexport.errors import KvexportError
 if TYPE_CHECKING:
     import onnx
 
-# The name of a field that every TensorRT plugin of kvexport has (plugins/bindings/tensorrt/tensors.h).
-ALIAS_STATE = "alias_state"
 # The start of the name of an ONNX function that MergeCache's functions call to merge KV heads with equal capacities and
 # budgets, and two values in it: the evicted rows, and their largest number, which is capacity - budget.
 HEADS_MERGE = "HeadsMergeCache_"
@@ -31,7 +29,7 @@ REFUSED = {"Experts": "a mixture of experts", "LinearAttention": "layers with re
 
 
 def for_tensorrt(
-    model: onnx.ModelProto, refusal: Callable[[onnx.NodeProto], str | None], *, alias_state: bool = False
+    model: onnx.ModelProto, refusal: Callable[[onnx.NodeProto], str | None]
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
     """Return an ONNX graph converted for TensorRT's parser, and for each operator why it is no plugin.
 
@@ -55,7 +53,6 @@ def for_tensorrt(
     for i, node in plugins.items():
         if whys[node.op_type]:
             continue
-        node.attribute.append(onnx.helper.make_attribute(ALIAS_STATE, int(alias_state)))
         copy.graph.node[i].CopyFrom(node)
     # Nodes keep their overload until the functions are inlined: another node may have the function without an overload.
     seen = inliner.inline_local_functions(copy)

@@ -292,8 +292,8 @@ class Phase:
         """
         leader = input_ids if isinstance(input_ids, Phase) else None
         count, width = query_length.shape if isinstance(input_ids, Phase) else input_ids.shape
-        # A CUDA graph is of no use for prompts, whose shapes change. Streamed weights are copied outside of the stream.
-        repeats = self.tokens == 1 and not self.backend.engines.streams_weights and is_captured(first, first + count)
+        # A CUDA graph is of no use for prompts, whose shapes change.
+        repeats = self.tokens == 1 and is_captured(first, first + count)
         key = (first, count) if repeats else None
         if key not in self._calls:
             single = self.tokens == 1 and key is not None and count == 1

@@ -47,23 +47,18 @@ class Plans:
         options = engines.options
         self.trt = import_runtime(version_compatible=options.version_compatible)
         check_plan(engines, self.trt.__version__, gpu)
-        self.streams_weights = options.weight_streaming is not None
         self.overwritten = overwritten(manifest)
         self.log = make_log(self.trt)
-        if engines.plugin_version is not None and not options.embed_plugin:
+        if engines.plugin_version is not None:
             register(self.trt)
         self._runtime = self.trt.Runtime(self.log)
-        # A version-compatible plan contains its own runtime, and perhaps the plugins. Both are code for the host, so
-        # the plan's SHA-256 is checked when it is read.
+        # A version-compatible plan contains its own runtime, which is code for the host, so the plan's SHA-256 is
+        # checked when it is read.
         self._runtime.engine_host_code_allowed = options.version_compatible
         self.decoder = self._open(path, manifest, engines.decoder)
         self.merge = self._open(path, manifest, engines.merge) if engines.merge else None
         self.top_logits = self._open(path, manifest, engines.top_logits) if engines.top_logits else None
         self.top_count = manifest.top_logits if self.top_logits is not None else 0
-        if options.weight_streaming is not None:
-            self.decoder.weight_streaming_budget_v2 = min(
-                options.weight_streaming, self.decoder.streamable_weights_size
-            )
         self.single = single_profile(manifest.limits, self.decoder.num_optimization_profiles)
         self.vocabulary = manifest.model.vocabulary
         self.all_logits = manifest.recipe.all_logits

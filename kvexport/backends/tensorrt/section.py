@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from kvexport.recipe.section import RecipeSection
 
@@ -27,26 +27,7 @@ class TensorRTSection(RecipeSection):
     hardware_compatible: Literal["none", "same_compute_capability", "ampere_plus"] = Field(
         "none", description="The other GPUs on which plans run."
     )
-    weight_streaming: int | None = Field(
-        None,
-        ge=0,
-        description="Bytes of weights that stay on the GPU; the others are copied at every call; null: all stay.",
-    )
-    refit: bool = Field(False, description="Whether the weights of a plan can be replaced.")
-    embed_plugin: bool = Field(False, description="Whether plans contain the plugin library.")
-    alias_state: bool = Field(
-        False, description="Whether the plugins declare that past and present state are the same memory."
-    )
-    workspace: int | None = Field(
-        None, ge=1, description="The largest scratch memory of a layer, in bytes; null: all memory of the GPU."
-    )
     optimization_level: int = Field(3, ge=0, le=5, description="0 builds fastest, 5 runs fastest.")
-
-    @model_validator(mode="after")
-    def _together(self) -> TensorRTSection:
-        if self.embed_plugin and (not self.version_compatible or self.plugin == "never"):
-            raise ValueError("embed_plugin needs version_compatible, and plugin auto or always")
-        return self
 
 
 class Section(RecipeSection):

@@ -23,14 +23,12 @@ TRACED = ExpertsForm(bias=1).inputs
 """The inputs of an Experts node in a trace; inputs that the node's form does not have are None."""
 
 
-def finish_experts(
-    graph: ir.Graph, packings: Mapping[str, PackedFormat], *, float_input: bool = False
-) -> list[ExpertsForm]:
+def finish_experts(graph: ir.Graph, packings: Mapping[str, PackedFormat]) -> list[ExpertsForm]:
     forms = set()
     for node in list(graph):
         if not is_op(node, "Experts", DOMAIN):
             continue
-        form, inputs = _packed(graph, node, packings, float_input=float_input)
+        form, inputs = _packed(graph, node, packings)
         assert len(inputs) == len(form.inputs), f"{node.name} has {len(inputs)} inputs"
         finished = ir.Node(
             DOMAIN, "Experts", inputs, ir.convenience.convert_attributes(form.attributes), overload=form.overload,
@@ -51,7 +49,7 @@ def is_experts_weight(graph: ir.Graph, name: str) -> bool:
 
 
 def _packed(
-    graph: ir.Graph, node: ir.Node, packings: Mapping[str, PackedFormat], *, float_input: bool
+    graph: ir.Graph, node: ir.Node, packings: Mapping[str, PackedFormat]
 ) -> tuple[ExpertsForm, Sequence[ir.Value]]:
     form = experts_form_of(node)
     inputs: list[ir.Value] = []
@@ -65,7 +63,7 @@ def _packed(
             group.append(0 if packing is None else packing.group)
         inputs += [value] if packing is None else _parts(graph, value, packing)
     if any(packed):
-        form = replace(form, packed=tuple(packed), group=tuple(group), float_input=int(float_input))
+        form = replace(form, packed=tuple(packed), group=tuple(group))
     return form, inputs
 
 

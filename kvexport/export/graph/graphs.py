@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from kvexport.export.graph.experts import finish_experts, is_experts_weight
 from kvexport.export.graph.names import name_nodes
 from kvexport.export.passes import ENCODER_PASSES
-from kvexport.export.passes.forms import linear_functions, take_floats
+from kvexport.export.passes.forms import linear_functions
 from kvexport.export.passes.library import inlined, put_products
 from kvexport.export.passes.packed import put_packed
 from kvexport.export.passes.report import Pass, run_passes
@@ -74,17 +74,14 @@ def finish_decoder(
     packings: Mapping[str, PackedFormat],
     passes: Sequence[Pass],
     *,
-    float_input: bool,
     library: bool,
 ) -> onnx.ModelProto:
     """Turn a traced decoder into the ONNX graph decoder.onnx of an artifact."""
-    expert_forms = finish_experts(model.graph, packings, float_input=float_input)
+    expert_forms = finish_experts(model.graph, packings)
     matrices = {name: x for name, x in packings.items() if not is_experts_weight(model.graph, name)}
     renamed = put_packed(model, matrices, lambda a, b: locations[a] == locations[b], library=library)
     _put_weights(model.graph, locations, renamed, folder)
     run_passes(model, passes)
-    if float_input:
-        take_floats(model.graph)
     name_nodes(model.graph)
     products = put_products(model) if library else linear_functions(model.graph)
     proto = ir.to_proto(model)

@@ -17,7 +17,6 @@ from typing import Any
 from kvexport.errors import EnvironmentProblem, UsageError
 from kvexport.export.added_tokens import OLDER
 from kvexport.export.model import wheel
-from kvexport.export.model.adapter import merge_adapter
 from kvexport.export.model.gguf import read_gguf
 from kvexport.export.model.gguf_model import cached_texts, tensors_of
 from kvexport.export.model.hub import download
@@ -41,8 +40,8 @@ _HUB_ID = re.compile(r"\b[\w.-]+\b/\b[\w.-]{1,96}\b", re.ASCII)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
-def open_checkpoint(path: str, revision: str | None, *, weights: bool = True, adapter: str | None = None) -> Checkpoint:
-    """Find a checkpoint, check its files, read its headers, and add a LoRA adapter to its weights.
+def open_checkpoint(path: str, revision: str | None, *, weights: bool = True) -> Checkpoint:
+    """Find a checkpoint, check its files, and read its headers.
 
     Without `weights`, the weights of a hub model are not downloaded unless they are quantized: only headers tell the
     size of packed weights.
@@ -52,7 +51,7 @@ def open_checkpoint(path: str, revision: str | None, *, weights: bool = True, ad
     checkpoint = read_checkpoint(folder, weights=weights or here)
     if not (weights or here) and quantization_of(folder, checkpoint.config):
         checkpoint = read_checkpoint(resolve_checkpoint(path, revision))
-    return merge_adapter(checkpoint, Path(adapter)) if adapter and checkpoint.files else checkpoint
+    return checkpoint
 
 
 def resolve_checkpoint(path: str, revision: str | None, *, weights: bool = True) -> Path:

@@ -50,7 +50,7 @@ _ENCODER = ("the encoder of images or sounds for a model", "take the model's own
 _NO_MODELS = {
     "mmproj": _ENCODER,
     "clip": _ENCODER,
-    "adapter": ("a LoRA adapter for a model", "--set weights.merge_adapter=FOLDER of the adapter in PEFT's format"),
+    "adapter": ("a LoRA adapter for a model", "the model's own file, and --adapter NAME=FOLDER in PEFT's format"),
     "imatrix": ("an importance matrix, by which llama.cpp rounds a model", "take the model's own file"),
 }
 GATE_UP, DOWN = "gate_up_proj", "down_proj"

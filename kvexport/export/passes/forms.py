@@ -23,15 +23,6 @@ def linear_functions(graph: ir.Graph) -> list[onnx.FunctionProto]:
     return [linear_function(form) for form in sorted(forms, key=lambda form: form.overload)]
 
 
-def take_floats(graph: ir.Graph) -> None:
-    """Make every Linear node with packed weights multiply them with its inputs unrounded, in floats."""
-    for node in graph:
-        if is_linear(node) and (form := form_of(node)).packed:
-            form = replace(form, float_input=1)
-            node.attributes["float_input"] = ir.AttrInt64("float_input", form.float_input)
-            node.overload = form.overload
-
-
 def is_linear(node: ir.Node) -> bool:
     """Return whether an ONNX node is a Linear or AdaptedLinear: kvexport's operators of fused matrix products."""
     return any(is_op(node, op_type, DOMAIN) for op_type in OP_TYPES)

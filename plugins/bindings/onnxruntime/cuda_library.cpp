@@ -77,20 +77,15 @@ struct MergeCacheKernel : kv::MergeCacheNode {
 
 KV_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   constexpr auto f32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, f16 = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
-                 bf16 = ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16, i8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8,
-                 u8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
+                 i8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, u8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
   const std::vector<kv::CacheType> types{{KV_FLOAT32, f32},
                                          {KV_FLOAT16, f16},
-                                         {KV_BFLOAT16, bf16},
                                          {KV_INT8, i8, i8, KV_FLOAT32, f32},
                                          {KV_INT8, i8, i8, KV_FLOAT16, f16},
-                                         {KV_INT8, i8, i8, KV_BFLOAT16, bf16},
                                          {KV_INT4, u8, u8, KV_FLOAT32, f32},
                                          {KV_INT4, u8, u8, KV_FLOAT16, f16},
-                                         {KV_INT4, u8, u8, KV_BFLOAT16, bf16},
                                          {KV_K8V4, i8, u8, KV_FLOAT32, f32},
-                                         {KV_K8V4, i8, u8, KV_FLOAT16, f16},
-                                         {KV_K8V4, i8, u8, KV_BFLOAT16, bf16}};
+                                         {KV_K8V4, i8, u8, KV_FLOAT16, f16}};
   return kv::register_operators<kv::VoteAttentionOp<VoteAttentionKernel>, kv::MergeCacheOp<MergeCacheKernel>>(
       options, base, types);
 }

@@ -19,11 +19,9 @@ struct ExpertsNode : ExpertsAttributes {
     for (size_t i = 0; i < expected; ++i)
       node.require(has_input(info, i), "input " + std::to_string(i) + " is left out");
     const auto factors = declared_type(info, 2);
-    const bool brain = factors == ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16 && type == KV_BFLOAT16;
-    node.require(
-        brain || factors == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT || factors == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
-        "weights are neither float32 nor float16");
-    weights_type = brain ? KV_BFLOAT16 : factors == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT ? KV_FLOAT32 : KV_FLOAT16;
+    node.require(factors == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT || factors == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16,
+                 "weights are neither float32 nor float16");
+    weights_type = factors == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT ? KV_FLOAT32 : KV_FLOAT16;
     const auto plain = [&](size_t i) {
       node.require(declared_type(info, i) == declared_type(info, 0),
                    "input " + std::to_string(i) + " is of another type than input 0");

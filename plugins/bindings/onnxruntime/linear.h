@@ -75,9 +75,7 @@ struct LinearNode : LinearAttributes {
   }
 
   ONNXTensorElementDataType element() const {
-    return type == KV_FLOAT32   ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT
-           : type == KV_FLOAT16 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16
-                                : ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
+    return type == KV_FLOAT32 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
   }
 
   void check_shapes(const Shape& input, const Shape& weight, int heads) const {

@@ -64,7 +64,7 @@ struct VoteAttention {
 
   static int outputs() { return kPresent + kState; }
 
-  static std::vector<PluginField> fields() { return with_alias(fields_of(kVoteAttentionAttributes)); }
+  static std::vector<PluginField> fields() { return fields_of(kVoteAttentionAttributes); }
   static int least_inputs() { return kLeastInputs; }
   static int most_inputs() { return kMostInputs; }
   static int past_of(int output) { return output < kPresent ? -1 : output - kPresent + kPast; }
@@ -141,7 +141,7 @@ struct MergeCache {
   static constexpr const char* kName = "MergeCache";
   static int outputs() { return kState; }
 
-  static std::vector<PluginField> fields() { return with_alias(fields_of(kMergeCacheAttributes)); }
+  static std::vector<PluginField> fields() { return fields_of(kMergeCacheAttributes); }
   static int least_inputs() { return kState; }
   static int most_inputs() { return kState; }
   static int past_of(int output) { return output; }

@@ -22,13 +22,6 @@ constexpr const char* kVersion = "1";
 constexpr const char* kNamespace = "kvexport";
 constexpr size_t kAlignment = 256;  // of the kernels' workspace
 
-#if NV_TENSORRT_MAJOR > 10 || (NV_TENSORRT_MAJOR == 10 && NV_TENSORRT_MINOR >= 3)
-#define KV_ALIASES
-using Build = nvinfer1::IPluginV3OneBuildV2;
-#else
-using Build = nvinfer1::IPluginV3OneBuild;
-#endif
-
 inline Shape shape_of(const Dims& dims) {
   if (dims.nbDims < 0 || dims.nbDims > Dims::MAX_DIMS) throw Refusal("a tensor of unknown rank");
   return Shape(dims.d, dims.d + dims.nbDims);
@@ -47,19 +40,16 @@ inline size_t round_up(size_t bytes) { return (bytes + kAlignment - 1) / kAlignm
 template <class Operator>
 class Plugin final : public nvinfer1::IPluginV3,
                      public nvinfer1::IPluginV3OneCore,
-                     public Build,
+                     public nvinfer1::IPluginV3OneBuild,
                      public nvinfer1::IPluginV3OneRuntime {
  public:
   using Arguments = typename Operator::Arguments;
 
-  explicit Plugin(std::shared_ptr<const Fields> fields)
-      : fields_(std::move(fields)),
-        operator_(*fields_),
-        aliases_(fields_->has(kAliasState) && read_switch(*fields_, kAliasState)) {}
+  explicit Plugin(std::shared_ptr<const Fields> fields) : fields_(std::move(fields)), operator_(*fields_) {}
 
   nvinfer1::IPluginCapability* getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept override {
     if (type == nvinfer1::PluginCapabilityType::kCORE) return static_cast<nvinfer1::IPluginV3OneCore*>(this);
-    if (type == nvinfer1::PluginCapabilityType::kBUILD) return static_cast<Build*>(this);
+    if (type == nvinfer1::PluginCapabilityType::kBUILD) return static_cast<nvinfer1::IPluginV3OneBuild*>(this);
     if (type == nvinfer1::PluginCapabilityType::kRUNTIME) return static_cast<nvinfer1::IPluginV3OneRuntime*>(this);
     return nullptr;
   }
@@ -139,12 +129,6 @@ class Plugin final : public nvinfer1::IPluginV3,
 
   const char* getTimingCacheID() noexcept override { return fields_->text(); }
   const char* getMetadataString() noexcept override { return fields_->text(); }
-
-#ifdef KV_ALIASES
-  // TensorRT refuses an alias if the preview feature kALIASED_PLUGIN_IO_10_03 is off, and may copy state if it is on.
-  // With or without an alias, state is updated in place if past and present are bound to one address.
-  int32_t getAliasedInput(int32_t output) noexcept override { return aliases_ ? Operator::past_of(output) : -1; }
-#endif
 
   // ---- runtime ----
 
@@ -254,7 +238,6 @@ class Plugin final : public nvinfer1::IPluginV3,
 
   std::shared_ptr<const Fields> fields_;
   Operator operator_;
-  bool aliases_;
   DeviceMemory memory_;
   // The state of the last change of shapes.
   Arguments call_{};

@@ -18,13 +18,12 @@ using nvinfer1::DimsExprs;
 using nvinfer1::IExprBuilder;
 using Types = std::vector<DataType>;
 
-inline const Types kFloatTypes{DataType::kFLOAT, DataType::kHALF, DataType::kBF16};
+inline const Types kFloatTypes{DataType::kFLOAT, DataType::kHALF};
 
 // Returns the kernels' type of a tensor of floats; -1 if they do not support it.
 inline int kernel_type(DataType type) {
   if (type == DataType::kFLOAT) return KV_FLOAT32;
-  if (type == DataType::kHALF) return KV_FLOAT16;
-  return type == DataType::kBF16 ? KV_BFLOAT16 : -1;
+  return type == DataType::kHALF ? KV_FLOAT16 : -1;
 }
 
 // Returns a size of an input, -1 if it is not known. Ranks are checked later.
@@ -45,10 +44,6 @@ inline int64_t product_of(const Shape& sizes) {
   return static_cast<int64_t>(product);
 }
 
-// A field that is no attribute of an operator: whether a plugin declares that its present state and its past state
-// share memory. kvexport/backends/tensorrt/graphs.py writes it; without the field plugins do not declare it.
-constexpr const char* kAliasState = "alias_state";
-
 // Returns an operator's attributes as the fields of a plugin. TensorRT's parser only passes attributes of these names.
 template <size_t N>
 std::vector<PluginField> fields_of(const AttributeName (&attributes)[N]) {
@@ -60,10 +55,6 @@ std::vector<PluginField> fields_of(const AttributeName (&attributes)[N]) {
                                                    : PluginFieldType::kFLOAT32;
     fields.push_back({one.name, nullptr, type, list || one.kind == kWord ? 0 : 1});
   }
-  return fields;
-}
-inline std::vector<PluginField> with_alias(std::vector<PluginField> fields) {
-  fields.push_back({kAliasState, nullptr, PluginFieldType::kINT32, 1});
   return fields;
 }
 

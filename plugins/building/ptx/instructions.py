@@ -227,7 +227,6 @@ def _copy(scope: Scope, parts: Parts, a: Operands) -> str:
 
 
 def c_type(kind: str) -> str:
-    """Return the C++ type of the values of a PTX type."""
     named = {"f32": "float", "f64": "double", "pred": "bool"}
     return named[kind] if kind in named else f"{'int' if kind[0] == 's' else 'uint'}{BITS[kind]}_t"
 
@@ -249,8 +248,6 @@ def _add(scope: Scope, parts: Parts, a: Operands) -> str:
 @writes("mul", "mad", "fma")
 def _multiply(scope: Scope, parts: Parts, a: Operands) -> str:
     kind, bits = parts[-1], BITS[parts[-1]]
-    if kind == "bf16x2":
-        return assign(scope, a[0], "u32", f"fma_bf16x2({', '.join(_inputs(scope, a, *['u32'] * 3))})")
     if kind[0] == "f":
         values = ", ".join(_inputs(scope, a, *[kind] * 3))
         if parts[0] == "mul":
@@ -376,13 +373,13 @@ def _compare(scope: Scope, parts: Parts, a: Operands) -> str:
 def _convert(scope: Scope, parts: Parts, a: Operands) -> str:
     how, to, start = set(parts[1:-2]), parts[-2], parts[-1]
     rounded = next((ROUNDED[one] for one in how if one in ROUNDED), "")
-    if to in ("f16x2", "bf16x2"):
+    if to == "f16x2":
         high, low = _inputs(scope, a, "f32", "f32")
-        return assign(scope, a[0], "u32", f"packed_{to[:-2]}({high}, {low})")
-    if start in ("f16", "bf16") and to == "f32":
-        return assign(scope, a[0], to, f"from_{start}({scope.read(a[1], 'u16')})")
-    if to in ("f16", "bf16") and start == "f32" and "rn" in how:
-        return assign(scope, a[0], "u16", f"to_{to}({scope.read(a[1], 'f32')})")
+        return assign(scope, a[0], "u32", f"packed_f16({high}, {low})")
+    if start == "f16" and to == "f32":
+        return assign(scope, a[0], to, f"from_f16({scope.read(a[1], 'u16')})")
+    if to == "f16" and start == "f32" and "rn" in how:
+        return assign(scope, a[0], "u16", f"to_f16({scope.read(a[1], 'f32')})")
     if start == "f32" and to == "f32":
         x = f"{rounded}({scope.read(a[1], 'f32')})"
         return assign(scope, a[0], to, f"saturated({x})" if "sat" in how else x)
@@ -428,11 +425,11 @@ def _load_matrices(scope: Scope, parts: Parts, a: Operands) -> str:
 
 @writes("mma")
 def _multiply_matrices(scope: Scope, parts: Parts, a: Operands) -> str:
-    if "m16n8k16" not in parts or parts[-4:] not in (["f32", x, x, "f32"] for x in ("f16", "bf16")):
+    if "m16n8k16" not in parts or parts[-4:] != ["f32", "f16", "f16", "f32"]:
         raise KeyError("form")
     d, x, y, z = (split(operand[1:-1]) for operand in a)
     values = [", ".join(scope.read(one, kind) for one in row) for row, kind in ((x, "u32"), (y, "u32"), (z, "f32"))]
-    rows = f"const Matrices in{{{str('bf16' in parts).lower()}, {{{values[0]}}}, {{{values[1]}}}, {{{values[2]}}}}};"
+    rows = f"const Matrices in{{{{{values[0]}}}, {{{values[1]}}}, {{{values[2]}}}}};"
     lines = [assign(scope, one, "f32", f"sum[{i}]") for i, one in enumerate(d)]
     return f"{{ {rows} float sum[4]; multiply(in, sum, {scope.site()}); {' '.join(lines)} }}"
 

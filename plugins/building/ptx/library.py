@@ -151,7 +151,6 @@ def _key(everything: bool) -> str:
 
 
 def kernel_sources(plugins: Path = PLUGINS) -> list[Path]:
-    """Return the files that nvcc reads."""
     patterns = [pattern for pattern in KERNEL_FILES if not pattern.endswith(".py")]
     return sorted(path for pattern in patterns for path in plugins.glob(pattern))
 
@@ -219,7 +218,6 @@ def _short(program: str) -> str:
 
 
 def _translate(module: read.Module, program: str, kernel: read.Kernel) -> str:
-    """Return the C++ of a kernel."""
     try:
         return translate.source(module, kernel, program)
     except Unknown as error:
@@ -227,7 +225,6 @@ def _translate(module: read.Module, program: str, kernel: read.Kernel) -> str:
 
 
 def _object(text: str) -> Path:
-    """Return the object file of a kernel's C++."""
     headers = [path.read_bytes() for path in sorted((PLUGINS / RUNTIME).glob("*.h"))]
     name = digest(version(host_compiler()), *FLAGS, text, *headers)
     source, path = CACHED / f"{name}.{os.getpid()}.cpp", CACHED / f"{name}.o"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 BITS = {
     **{f"{kind}{bits}": bits for kind in "bus" for bits in (8, 16, 32, 64)},
-    "f16": 16, "bf16": 16, "f16x2": 32, "bf16x2": 32, "f32": 32, "f64": 64, "pred": 1,
+    "f16": 16, "f16x2": 32, "f32": 32, "f64": 64, "pred": 1,
 }  # fmt: skip
 ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)[^{]*\{", re.S)
 PARAMETER = re.compile(r"(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d+)\])?\s*$")
@@ -49,7 +49,6 @@ class Module(NamedTuple):
 
 
 def module(text: str) -> Module:
-    """Parse the text of a PTX file."""
     files = {int(n): path.rsplit("/", 1)[-1] for n, path in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', text, re.M)}
     text = re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.S)
     kernels = []

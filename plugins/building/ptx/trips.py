@@ -56,7 +56,6 @@ class Stretches(NamedTuple):
     labels: dict[str, int]  # the stretch that begins at each label
 
     def next(self, number: int) -> list[int]:
-        """Return the stretches that may follow one."""
         last = self.all[number][-1] if self.all[number] else None
         root = last.name.split(".")[0] if last else ""
         targets = [self.labels[last.operands[0]]] if last and root == "bra" else []
@@ -87,7 +86,6 @@ class Clock:
         self.copies = [0]  # the arrival of every batch of asynchronous copies; the last batch is open
 
     def run(self, stretch: Iterable[Instruction]) -> None:
-        """Run the instructions of a stretch."""
         latest = self.trips
         for one in stretch:
             root = one.name.split(".")[0]

@@ -28,9 +28,9 @@ inline bool keeps_any(const KvVoteAttention& a) {
 // Returns why no kernel computes the call; nullptr if one does.
 inline const char* check(const KvVoteAttention& a) {
   if (const char* problem = check_cache(a)) return problem;
-  if (is_quantized(a.cache_type) ? a.query_type < KV_FLOAT32 || a.query_type > KV_BFLOAT16
+  if (is_quantized(a.cache_type) ? a.query_type < KV_FLOAT32 || a.query_type > KV_FLOAT16
                                  : a.query_type != a.cache_type)
-    return is_quantized(a.cache_type) ? "the type of the query is neither float32, float16 nor bfloat16"
+    return is_quantized(a.cache_type) ? "the type of the query is neither float32 nor float16"
                                       : "the query is of another type than the cache";
   if (a.tokens < 0) return "a dimension is zero or negative";
   if (a.query_heads < 1 || a.query_heads % a.heads) return "the query heads are not a multiple of the KV heads";

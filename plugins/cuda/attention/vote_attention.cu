@@ -73,9 +73,8 @@ const char* run(const Attention& args, const Device& device, Stream stream) {
   return each_table(args, [&](Attention& table, int entries) {
     const int type = table.call.cache_type;
     if (is_quantized(type)) return run_quantized(table, entries, device, stream);
-    if (type == KV_FLOAT32) return run_of<float>(table, entries, device, stream);
-    return type == KV_FLOAT16 ? run_of<Half>(table, entries, device, stream)
-                              : run_of<BFloat>(table, entries, device, stream);
+    return type == KV_FLOAT32 ? run_of<float>(table, entries, device, stream)
+                              : run_of<Half>(table, entries, device, stream);
   });
 }
 

@@ -279,8 +279,8 @@ bool has_equal_heads(const Arguments& a) {
 template <class Arguments>
 const char* check_cache(const Arguments& a) {
   const int type = a.cache_type, key_size = a.key_size, value_size = a.value_size;
-  if (type != KV_FLOAT32 && type != KV_FLOAT16 && type != KV_BFLOAT16 && !is_quantized(type))
-    return "the type of the cache is none of float32, float16, bfloat16, int8, int4 and k8v4";
+  if (type != KV_FLOAT32 && type != KV_FLOAT16 && !is_quantized(type))
+    return "the type of the cache is none of float32, float16, int8, int4 and k8v4";
   if (a.batch < 0 || a.heads < 1 || a.slots < 1 || key_size < 1 || value_size < 1)
     return "a dimension is zero or negative";
   if (std::max<int64_t>(a.batch, 1) * a.heads > KV_CUDA_MAX_HEADS)

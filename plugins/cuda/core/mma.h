@@ -33,10 +33,7 @@ template <class T>
 KV_DEVICE uint32_t packed(float low, float high) {
 #ifdef __CUDACC__
   uint32_t both;
-  if constexpr (T::kBrain)
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
 #else
   T element[2];
@@ -53,20 +50,12 @@ KV_DEVICE void multiply(Block<Kernel>& block, F of) {
   float from[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) from[i] = kFirst ? 0.0f : x.sum[i];
-  if constexpr (T::kBrain)
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%10, %11, %12, %13};"
-        : "=f"(x.sum[0]), "=f"(x.sum[1]), "=f"(x.sum[2]), "=f"(x.sum[3])
-        : "r"(x.a[0]), "r"(x.a[1]), "r"(x.a[2]), "r"(x.a[3]), "r"(x.b[0]), "r"(x.b[1]), "f"(from[0]), "f"(from[1]),
-          "f"(from[2]), "f"(from[3]));
-  else
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%10, %11, %12, %13};"
-        : "=f"(x.sum[0]), "=f"(x.sum[1]), "=f"(x.sum[2]), "=f"(x.sum[3])
-        : "r"(x.a[0]), "r"(x.a[1]), "r"(x.a[2]), "r"(x.a[3]), "r"(x.b[0]), "r"(x.b[1]), "f"(from[0]), "f"(from[1]),
-          "f"(from[2]), "f"(from[3]));
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %11, %12, %13};"
+      : "=f"(x.sum[0]), "=f"(x.sum[1]), "=f"(x.sum[2]), "=f"(x.sum[3])
+      : "r"(x.a[0]), "r"(x.a[1]), "r"(x.a[2]), "r"(x.a[3]), "r"(x.b[0]), "r"(x.b[1]), "f"(from[0]), "f"(from[1]),
+        "f"(from[2]), "f"(from[3]));
 #else
   for (int warp = 0; warp < Kernel::kThreads / kWarp; ++warp) {
     float a[16][16], b[16][8];

@@ -114,17 +114,13 @@ KV_DEVICE Vector widened(const char* row, int bits, int column, float scale) {
 // ---- elements of the model's type, an argument of the kernel ----
 
 KV_DEVICE float load_number(const void* from, int type, size_t i) {
-  if (type == KV_FLOAT32) return static_cast<const float*>(from)[i];
-  return type == KV_FLOAT16 ? to_float(static_cast<const Half*>(from)[i])
-                            : to_float(static_cast<const BFloat*>(from)[i]);
+  return type == KV_FLOAT32 ? static_cast<const float*>(from)[i] : to_float(static_cast<const Half*>(from)[i]);
 }
 KV_DEVICE void store_number(void* to, int type, size_t i, float x) {
   if (type == KV_FLOAT32)
     static_cast<float*>(to)[i] = x;
-  else if (type == KV_FLOAT16)
-    assign(static_cast<Half*>(to)[i], x);
   else
-    assign(static_cast<BFloat*>(to)[i], x);
+    assign(static_cast<Half*>(to)[i], x);
 }
 
 // ---- a row in the registers of a warp ----

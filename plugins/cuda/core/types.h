@@ -1,4 +1,4 @@
-// The element types of a cache, and loads and stores that convert them to float32. Half and BFloat are stored as bits.
+// The element types of a cache, and loads and stores that convert them to float32. Half is stored as bits.
 #pragma once
 
 #include "block.h"
@@ -10,11 +10,6 @@ namespace kv {
 namespace cuda {
 
 struct Half {
-  static constexpr bool kBrain = false;
-  uint16_t bits;
-};
-struct BFloat {
-  static constexpr bool kBrain = true;
   uint16_t bits;
 };
 
@@ -27,7 +22,6 @@ KV_DEVICE To bits_as(From from) {
 }
 
 KV_DEVICE float to_float(float x) { return x; }
-KV_DEVICE float to_float(BFloat x) { return bits_as<float>(static_cast<uint32_t>(x.bits) << 16); }
 KV_DEVICE float to_float(Half x) {
 #ifdef __CUDACC__
   return __half2float(__ushort_as_half(x.bits));
@@ -43,11 +37,6 @@ KV_DEVICE void assign(Half& to, float x) {
 #else
   to.bits = bits_as<uint16_t>(static_cast<_Float16>(x));
 #endif
-}
-// Rounds to nearest, ties to even; NaN stays NaN.
-KV_DEVICE void assign(BFloat& to, float x) {
-  const uint32_t bits = bits_as<uint32_t>(x), rounded = bits + 0x7fff + (bits >> 16 & 1);
-  to.bits = static_cast<uint16_t>((x != x ? bits | 0x400000 : rounded) >> 16);
 }
 
 struct alignas(16) Vector {

@@ -227,10 +227,8 @@ const char* run(const MergeWork& m, const Device& device, Stream stream) {
 }
 
 const char* run(MergeWork& m, const Device& device, Stream stream) {
-  const int type = m.call.cache_type;
   divide(m, device);
-  if (type == KV_FLOAT32) return run<float>(m, device, stream);
-  return type == KV_FLOAT16 ? run<Half>(m, device, stream) : run<BFloat>(m, device, stream);
+  return m.call.cache_type == KV_FLOAT32 ? run<float>(m, device, stream) : run<Half>(m, device, stream);
 }
 
 bool is_aligned_state(const KvMergeCache& a) {

@@ -22,22 +22,8 @@ inline uint32_t bits_of(float x) { return as<uint32_t>(x); }
 inline uint64_t bits_of(double x) { return as<uint64_t>(x); }
 
 inline float from_f16(uint16_t bits) { return static_cast<float>(as<_Float16>(bits)); }
-inline float from_bf16(uint16_t bits) { return as_float(static_cast<uint32_t>(bits) << 16); }
 inline uint16_t to_f16(float x) { return as<uint16_t>(static_cast<_Float16>(x)); }
-inline uint16_t to_bf16(float x) {
-  const uint32_t bits = bits_of(x);
-  return x != x ? 0x7fff : static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
 inline uint32_t packed_f16(float high, float low) { return static_cast<uint32_t>(to_f16(high)) << 16 | to_f16(low); }
-inline uint32_t packed_bf16(float high, float low) { return static_cast<uint32_t>(to_bf16(high)) << 16 | to_bf16(low); }
-
-// Returns the fma of both halves; products and sums of bfloat16 numbers are exact in float32.
-inline uint32_t fma_bf16x2(uint32_t x, uint32_t y, uint32_t z) {
-  const auto of = [&](int at) {
-    return __builtin_fmaf(from_bf16(x >> at & 0xffff), from_bf16(y >> at & 0xffff), from_bf16(z >> at & 0xffff));
-  };
-  return packed_bf16(of(16), of(0));
-}
 
 inline bool unordered(float x, float y) { return x != x || y != y; }
 inline float saturated(float x) { return fminf(fmaxf(x, 0.0f), 1.0f); }

@@ -100,7 +100,6 @@ Shuffled shuffle(uint32_t x, uint32_t by, uint32_t segment, uint32_t mask, int s
 int32_t warp_max(int32_t x, uint32_t mask, int site);
 void load_matrices(uint64_t from, bool transposed, uint32_t (&rows)[4], int site);
 struct Matrices {
-  bool brain;
   uint32_t a[4], b[2];
   float c[4];
 };

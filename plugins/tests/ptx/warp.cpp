@@ -55,10 +55,7 @@ void perform_load(Thread* lanes) {
     }
 }
 
-float element(uint32_t pair, int which, bool brain) {
-  const uint16_t bits = static_cast<uint16_t>(which ? pair >> 16 : pair);
-  return brain ? from_bf16(bits) : from_f16(bits);
-}
+float element(uint32_t pair, int which) { return from_f16(static_cast<uint16_t>(which ? pair >> 16 : pair)); }
 
 // Executes mma.m16n8k16: d[16, 8] = a[16, 16] b[16, 8] + c.
 void perform_multiply(Thread* lanes) {
@@ -67,8 +64,8 @@ void perform_multiply(Thread* lanes) {
     const Matrices& in = *static_cast<const Matrices*>(lanes[lane].input);
     const int group = lane / 4, pair = lane % 4 * 2;
     for (int i = 0; i < 8; ++i)
-      a[group + (i / 2 % 2 ? 8 : 0)][pair + i % 2 + (i >= 4 ? 8 : 0)] = element(in.a[i / 2], i % 2, in.brain);
-    for (int i = 0; i < 4; ++i) b[pair + i % 2 + (i >= 2 ? 8 : 0)][group] = element(in.b[i / 2], i % 2, in.brain);
+      a[group + (i / 2 % 2 ? 8 : 0)][pair + i % 2 + (i >= 4 ? 8 : 0)] = element(in.a[i / 2], i % 2);
+    for (int i = 0; i < 4; ++i) b[pair + i % 2 + (i >= 2 ? 8 : 0)][group] = element(in.b[i / 2], i % 2);
   }
   for (int lane = 0; lane < kWarp; ++lane)
     for (int i = 0; i < 4; ++i) {

@@ -104,51 +104,41 @@ def test_malformed_nodes_are_refused_as_on_the_cpu_and_in_place_has_the_same_bit
 
 
 @needs_binding
-def test_caches_of_bfloat16_have_the_bits_of_the_kernels_called_by_themselves(on_the_binding: None) -> None:
+def test_caches_of_float16_have_the_bits_of_the_kernels_called_by_themselves(on_the_binding: None) -> None:
     from kvexport.methods.slots import Statistic
     from kvexport.ops.vote_attention import VoteAttentionAttributes
-    from tests.conformance.cuda_library import CudaOnHost, bfloat16
+    from tests.conformance.cuda_library import CudaOnHost
 
     feed = vote_attention_inputs(np.random.default_rng(3), 2, 3, 9)
     stored = {name for name in feed if name in ("query", "key", "value", "past_key", "past_value")}
     # Rows of the values' size, 12, are not whole vectors of two-byte numbers.
     feed |= {name: np.concatenate([feed[name]] * 2, -1) for name in ("value", "past_value")}
-    feed = {name: bfloat16(x) if name in stored else np.ascontiguousarray(x) for name, x in feed.items()}
+    feed = {name: x.astype(np.float16) if name in stored else np.ascontiguousarray(x) for name, x in feed.items()}
     attributes = VoteAttentionAttributes(VOTE_ATTENTION["scale"], 1.0, (Statistic("log_ema", 0.9),))
     expected = CudaOnHost().layer_vote_attention(feed, attributes, [C] * H)
     shapes = {**vote_attention_shapes(), "value": ["B", 2, "T", 24], "past_value": ["B", "S", 24]}
-    one = session(model("VoteAttention", VOTE_ATTENTION, shapes, bfloat=True))
-    binding = one.io_binding()
-    actual = {name: np.zeros_like(x) for name, x in expected.items()}
-    for bind, arrays in ((binding.bind_input, feed), (binding.bind_output, actual)):
-        for name, x in arrays.items():
-            bind(name, "cpu", 0, BFLOAT16 if x.dtype == np.uint16 else x.dtype.type, x.shape, x.ctypes.data)
-    one.run_with_iobinding(binding)
-    assert {name: x.tobytes() for name, x in actual.items()} == {name: x.tobytes() for name, x in expected.items()}
+    one = session(model("VoteAttention", VOTE_ATTENTION, shapes, half=True))
+    actual = one.run([*expected], feed)
+    assert [x.tobytes() for x in actual] == [x.tobytes() for x in expected.values()]
 
 
 @needs_binding
-def test_a_merge_of_bfloat16_on_cuda_has_the_bits_of_the_kernels_called_by_themselves(on_the_binding: None) -> None:
+def test_a_merge_of_float16_on_cuda_has_the_bits_of_the_kernels_called_by_themselves(on_the_binding: None) -> None:
     from kvexport.methods import all_methods
     from kvexport.ops.merge_cache import MergeCacheAttributes
-    from tests.conformance.cuda_library import CudaOnHost, bfloat16
+    from tests.conformance.cuda_library import CudaOnHost
 
     state = layer_state(used=(16, 9))
     # Rows of the values' size, 12, are not whole vectors of two-byte numbers.
-    state |= {"key": bfloat16(state["key"]), "value": bfloat16(np.concatenate([state["value"]] * 2, -1))}
+    half = np.float16
+    state |= {"key": state["key"].astype(half), "value": np.concatenate([state["value"]] * 2, -1).astype(half)}
     attributes = [MergeCacheAttributes(all_methods()["h2o"](), b, sinks=1, recent=2) for b in BUDGET]
     expected = CudaOnHost().caller.layer_merge_cache(state, attributes, CAPACITY)
-    one = merging(LISTED | {"sinks": 1, "recent": [2, 2]}, {"value": ["B", "S", 2 * DV]}, bfloat=True)
-    binding, actual = one.io_binding(), {f"present_{name}": np.zeros_like(x) for name, x in state.items()}
-    for bind, arrays in ((binding.bind_input, state), (binding.bind_output, actual)):
-        for name, x in arrays.items():
-            bind(name, "cpu", 0, BFLOAT16 if x.dtype == np.uint16 else x.dtype.type, x.shape, x.ctypes.data)
-    one.run_with_iobinding(binding)
+    one = merging(LISTED | {"sinks": 1, "recent": [2, 2]}, {"value": ["B", "S", 2 * DV]}, half=True)
+    names = [f"present_{name}" for name in state]
+    actual = dict(zip(names, one.run(names, state), strict=True))
     assert all(x.tobytes() == expected[name].tobytes() for name, x in actual.items())
     assert (actual["present_votes"] > 0).sum() == 2 * sum(BUDGET)
-
-
-BFLOAT16 = 16  # TensorProto.BFLOAT16
 
 
 @needs_binding

@@ -32,25 +32,13 @@ from tests.support.with_top_logits import with_top_logits
 
 
 def test_profiles_and_options_are_the_recipes(tiny_artifact: Path, tmp_path: Path, plugins: Path) -> None:
-    settings = [
-        "version_compatible=true",
-        "embed_plugin=true",
-        "hardware_compatible=ampere_plus",
-        "refit=true",
-        "alias_state=true",
-    ]
-    artifact = engines(tiny_artifact, tmp_path / "a", *settings, "workspace=1000000", "optimization_level=5")
+    settings = ("version_compatible=true", "hardware_compatible=ampere_plus", "optimization_level=5")
+    artifact = engines(tiny_artifact, tmp_path / "a", *settings)
     decoder, merge, top_logits = fake_tensorrt.IBuilderConfig.seen
     assert decoder._flags == top_logits._flags == merge._flags
-    assert decoder.plugins_to_serialize == merge.plugins_to_serialize
-    assert top_logits.plugins_to_serialize == []  # the graph of top logits has no plugins
-    assert not top_logits._previews
-    assert {flag.name for flag in merge._flags} == {"VERSION_COMPATIBLE", "REFIT"}
-    assert merge.plugins_to_serialize == [str(plugins.resolve())]
+    assert {flag.name for flag in merge._flags} == {"VERSION_COMPATIBLE"}
     assert merge.hardware_compatibility_level.name == "AMPERE_PLUS"
     assert merge.builder_optimization_level == 5
-    assert list(merge._pools.values()) == [1000000]
-    assert [(feature.name, on) for feature, on in merge._previews.items()] == [("ALIASED_PLUGIN_IO_10_03", True)]
     shapes = profiles_in(artifact / "merge.plan")
     assert [p["past_key_values.1.votes"] for p in shapes] == [[[1, 96], [1, 96], [4, 96]]]
     decode, prefill, single = profiles_in(artifact / "decoder.plan")
@@ -62,19 +50,7 @@ def test_profiles_and_options_are_the_recipes(tiny_artifact: Path, tmp_path: Pat
     assert decode["past_key_values.0.key"] == [[1, 96, 8], [4, 96, 8], [4, 96, 8]]
 
 
-@pytest.mark.parametrize("alias_state", [False, True])
-def test_plugins_declare_aliases_if_the_builder_accepts_them(
-    tiny_artifact: Path, tmp_path: Path, plugins: Path, alias_state: bool
-) -> None:
-    artifact = engines(tiny_artifact, tmp_path / "a", f"alias_state={str(alias_state).lower()}")
-    decoder, merge, _ = fake_tensorrt.IBuilderConfig.seen
-    for plan, config in (("decoder.plan", decoder), ("merge.plan", merge)):
-        nodes = [node for node in model_in(artifact / plan).graph.node if node.domain == "kvexport"]
-        aliases = {a.i for node in nodes for a in node.attribute if a.name == "alias_state"}
-        assert (aliases, any(config._previews.values())) == ({int(alias_state)}, alias_state)
-
-
-def test_streaming_weights_and_progress_reach_the_builder(tiny_artifact: Path, tmp_path: Path, gpu: Any) -> None:
+def test_progress_reaches_the_builder(tiny_artifact: Path, tmp_path: Path, gpu: Any) -> None:
     shown: dict[str, int] = {}
 
     @contextmanager
@@ -86,11 +62,7 @@ def test_streaming_weights_and_progress_reach_the_builder(tiny_artifact: Path, t
 
         yield SimpleNamespace(advance=advance, total=total)
 
-    settings = ["backend.name=tensorrt", "backend.tensorrt.weight_streaming=600"]
-    rebuild(tiny_artifact, tmp_path / "a", settings, progress=progress)
-    assert all(
-        {flag.name for flag in config._flags} == {"WEIGHT_STREAMING"} for config in fake_tensorrt.IBuilderConfig.seen
-    )
+    rebuild(tiny_artifact, tmp_path / "a", ["backend.name=tensorrt"], progress=progress)
     plans = ("decoder.plan", "merge.plan", "top_logits.plan")
     assert {title: amount for title, amount in shown.items() if title.startswith("building")} == {
         f"building {p}": STEPS for p in plans
@@ -182,10 +154,6 @@ def test_a_recipe_builds_engines_or_stops_at_the_graphs(tiny_recipe: Path, tmp_p
         (["--from", "{a}", "--recipe", "tiny-keepkv"], "own recipe and graphs"),
         (["--from", "{a}", "--stage", "onnx"], "own recipe and graphs"),
         (["--from", "{a}", "--backend", "tensorrt", "--set", "cache.budget=3"], "would change the graphs"),
-        (
-            ["--from", "{a}", "--backend", "tensorrt", "--set", "backend.tensorrt.embed_plugin=true"],
-            "needs version_compatible",
-        ),
         (
             ["--from", "{a}", "--backend", "tensorrt", "--set", "backend.tensorrt.plugin=maybe"],
             "backend.tensorrt.plugin",

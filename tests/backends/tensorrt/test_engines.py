@@ -233,18 +233,6 @@ def test_decode_continues_without_a_graph_that_cannot_be_captured(
     assert warnings == {f"[WARNING] {what} runs without a CUDA graph" for what in ("decode", "merging")}
 
 
-def test_weights_that_travel_have_a_budget_and_no_graph(
-    tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any
-) -> None:
-    artifact = engines(tiny_artifact, tmp_path / "a", "weight_streaming=600")
-    engine = kvexport.load(artifact)
-    assert engine.model.decoder.weight_streaming_budget_v2 == 600  # type: ignore[attr-defined]
-    assert [c.token_ids for c in engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)] == generated(
-        tiny_artifact
-    )
-    assert set(graphs(gpu, "cudaGraphLaunch")) == {MERGE}, "merges have no weights"
-
-
 def test_version_compatible_plans_run_on_the_lean_runtime(
     tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,6 @@ from onnx import numpy_helper
 
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.tensorrt.graphs import (
-    ALIAS_STATE,
     EVICTED,
     HEADS_MERGE,
     MOST_EVICTED,
@@ -72,17 +71,6 @@ def test_where_the_plugin_refuses_a_node_none_of_its_operator_runs_there(tiny_ar
     seen, whys = for_tensorrt(model, lambda node: "no" if node.name == first else None)
     assert whys == {"MergeCache": "no"}
     assert not [node for node in seen.graph.node if node.domain == "kvexport"]
-
-
-@pytest.mark.parametrize("alias_state", [False, True])
-def test_plugins_get_the_field_for_aliased_state(tiny_artifact: Path, alias_state: bool) -> None:
-    for model in graphs(tiny_artifact).values():
-        seen, _ = for_tensorrt(model, taken, alias_state=alias_state)
-        plugins = [node for node in seen.graph.node if node.domain == "kvexport"]
-        aliases = [[a.i for a in node.attribute if a.name == ALIAS_STATE] for node in plugins]
-        assert aliases == [[int(alias_state)]] * len(plugins)
-        written, _ = for_tensorrt(model, plugin_refusal("off"), alias_state=alias_state)
-        assert not [node for node in written.graph.node for a in node.attribute if a.name == ALIAS_STATE]
 
 
 def test_the_graph_given_is_left_as_it_was(tiny_artifact: Path) -> None:

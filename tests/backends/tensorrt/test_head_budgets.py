@@ -39,11 +39,11 @@ def test_a_layer_is_one_plugin_or_standard_operators(heads: Path, kind: str, ope
     model = graphs(heads)[kind]
     before = model.SerializeToString(deterministic=True)
     for refuses, nodes, why in ((lambda _: None, {operator: 2}, ""), (plugin_refusal("off"), {}, "off")):
-        seen, whys = for_tensorrt(model, refuses, alias_state=True)
+        seen, whys = for_tensorrt(model, refuses)
         assert (own_nodes(seen), whys) == (nodes, {operator: why})
         assert not list(problems(seen)) and not seen.functions
         for node in (node for node in seen.graph.node if node.domain == "kvexport"):
-            assert attribute(node, "alias_state") == 1 and not node.overload
+            assert not node.overload
     assert model.SerializeToString(deterministic=True) == before
 
 

@@ -39,19 +39,6 @@ def test_the_library_exports_two_names_and_links_no_tensorrt(library: Path) -> N
     assert "NEEDED" in needed and not re.search(r"NEEDED.*(nvinfer|nvonnx|cudart)", needed)
 
 
-def test_ten_thousand_mutated_fields_and_engines_under_sanitizers() -> None:
-    if missing := what_is_missing():
-        pytest.skip(missing)
-    program = make.build("tensorrt-fuzz")
-    # Without the callers of every allocation, which a report of a fault then lacks, it takes a tenth less time.
-    environment = {**os.environ, "ASAN_OPTIONS": "malloc_context_size=1"}
-    command = [str(program), "1", "10000"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    accepted, refused = map(int, re.findall(r"(\d+) (?:accepted|refused)", done.stdout))
-    assert accepted > 10000 and refused > 5000
-
-
 def test_a_missing_library_is_one_line_with_the_command_that_gets_it(tmp_path: Path) -> None:
     script = [sys.executable, str(make.PLUGINS / "build.py"), "tensorrt-host"]
     done = subprocess.run(
@@ -117,7 +104,7 @@ def test_the_real_registry_takes_the_library_and_makes_plugins(library: Path) ->
     assert answer["found"] == dict.fromkeys(FIELDS, True) and not answer["elsewhere"]
     for op, fields in FIELDS.items():
         assert set(fields) <= set(answer["fields"][op])
-    optional = {"capacity", "reference_queries", "value_prefix", "alias_state"}
+    optional = {"capacity", "reference_queries", "value_prefix"}
     assert set(FIELDS["VoteAttention"]) | optional == set(answer["fields"]["VoteAttention"])
     assert answer["made"] == dict.fromkeys(FIELDS, 64)
     assert answer["runtime"] == answer["refused"] == [True] * len(FIELDS)

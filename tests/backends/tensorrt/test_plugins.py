@@ -33,7 +33,7 @@ from tests.conformance.cases import (
 from tests.conformance.cases import heads_of as heads_of_profile
 from tests.conformance.comparison import assert_near, assert_same_cache, state_of
 from tests.conformance.cuda_library import Caller as DirectCaller
-from tests.conformance.cuda_library import HostMemory, bfloat16, float32_of, lacks
+from tests.conformance.cuda_library import HostMemory, lacks
 from tests.conformance.layout import of_heads
 from tests.conformance.oracle import merge_cache, vote_attention
 from tests.conformance.test_cuda_heads import MANY, call_of, heads_of
@@ -42,7 +42,6 @@ from tests.conformance.test_cuda_heads_merge import call_of as merge_call_of
 from tests.conformance.test_cuda_heads_merge import heads_of as states_of_heads
 from tests.support.tensorrt_harness import (
     ATTENTION,
-    BF16,
     BUILD,
     FIELD_CHAR,
     FIELD_INT32,
@@ -109,19 +108,6 @@ def test_identity_and_outputs(harness: Harness) -> None:
     assert (attention.outputs, merge.outputs) == (6, 5)
 
 
-@pytest.mark.parametrize("alias_state", [None, 0, 1])
-def test_state_is_aliased_only_if_the_field_is_set(harness: Harness, alias_state: int | None) -> None:
-    """State is aliased only if the field requests it, because TensorRT refuses aliases without its preview feature."""
-    field = {} if alias_state is None else {"alias_state": (FIELD_INT32, bytes([alias_state, 0, 0, 0]), 1)}
-    aliases = {"VoteAttention": [-1, 5, 6, 7, 8, 9], "MergeCache": [0, 1, 2, 3, 4]}
-    for op, fields in (("VoteAttention", ATTENTION), ("MergeCache", MERGE)):
-        original = harness.create(op, {**fields, **field})
-        assert original, harness.log()
-        expected = aliases[op] if alias_state else [-1] * original.outputs
-        for plugin in (original, *(original.another(how) for how in ("clone", "again", "attach"))):
-            assert [plugin.aliased(i) for i in range(plugin.outputs)] == expected
-
-
 def test_every_method_with_a_kernel_is_taken_and_no_other(harness: Harness) -> None:
     for name, method in all_methods().items():
         created = harness.create(
@@ -180,7 +166,6 @@ def test_fields_survive_a_copy_an_engine_and_a_context(harness: Harness) -> None
         ("MergeCache", {"budget": (FIELD_INT32, b"\0\0\0\0", 1)}, "budget is 0, and has to be at least 1"),
         ("MergeCache", {"budget": (FIELD_INT32, b"\1\0\0\0", -1)}, "the field budget has -1 elements"),
         ("MergeCache", {"residual": None}, "the field residual is missing"),
-        ("MergeCache", {"alias_state": (FIELD_INT32, b"\2\0\0\0", 1)}, "alias_state is 2, and has to be 0 or 1"),
         ("MergeCache", {"selector": (FIELD_CHAR, b"own", 3)}, "there is no field selector; known: capacity, budget,"),
         ("VoteAttention", {"budget": (FIELD_INT32, b"\1\0\0\0", 1)}, "there is no field budget; known: scale,"),
         ("VoteAttention", parsed({"capacity": [96, 0]}), "capacity is 0, and has to be at least 1"),
@@ -217,7 +202,7 @@ def test_shapes_are_propagated_with_batch_and_tokens_open(harness: Harness) -> N
     assert merge.output_shapes(changed(attention_tensors()[5:10], 3, shape=(B, 1, 192))) == state
 
 
-@pytest.mark.parametrize("cache", [FLOAT, HALF, BF16])
+@pytest.mark.parametrize("cache", [FLOAT, HALF])
 def test_every_type_of_cache_and_nothing_else_is_supported(harness: Harness, cache: int) -> None:
     plugin = harness.create("VoteAttention", ATTENTION)
     state = [cache, cache, FLOAT, FLOAT, INT32]
@@ -226,7 +211,7 @@ def test_every_type_of_cache_and_nothing_else_is_supported(harness: Harness, cac
     tensors = [*attention_tensors(cache), *(Tensor.of(kind, ()) for kind in types[11:])]
     for at, right in enumerate(types):
         for kind in range(12):
-            fits = kind == right or (at == 0 and kind in (FLOAT, HALF, BF16))  # the first input decides the type
+            fits = kind == right or (at == 0 and kind in (FLOAT, HALF))  # the first input decides the type
             assert plugin.supports(at, changed(tensors, at, kind)) == fits, (at, kind)
         tensors[at].format = 2
         assert not plugin.supports(at, tensors)
@@ -359,9 +344,6 @@ def test_the_workspace_does_for_every_smaller_merge(harness: Harness, direct: Di
 # ---- running ----
 
 MERGED = [profile for profile in MERGE_PROFILES if lacks(profile.build_method()) is None]
-every_place = pytest.mark.parametrize("in_place", [True, False])
-every_profile = pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
-every_merge = pytest.mark.parametrize("profile", MERGED, ids=lambda profile: profile.name)
 
 
 def assert_same(ones: Sequence[Arrays], others: Sequence[Arrays], where: str = "") -> None:
@@ -371,17 +353,13 @@ def assert_same(ones: Sequence[Arrays], others: Sequence[Arrays], where: str = "
             assert x.tobytes() == other[name].tobytes(), f"{name} of head {h} {where}"
 
 
-@every_place
-@every_profile
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
 def test_attention_is_the_kernels_bits_and_the_oracles_figures(
     harness: Harness, direct: DirectCaller, profile: Profile, in_place: bool
 ) -> None:
-    hold_attention(Caller(harness), direct, profile, in_place)
-
-
-def hold_attention(caller: Caller, direct: DirectCaller, profile: Profile, in_place: bool) -> None:
-    """Compare attention over heads of one capacity, and of several, with the kernels' own."""
-    statistics = profile.attributes.statistics
+    """The heads have one capacity, and several."""
+    caller, statistics = Caller(harness), profile.attributes.statistics
     for scenario in SCENARIOS:
         inputs = vote_attention_inputs(profile, scenario)
         for parts in (heads_of_profile(profile, scenario), [inputs]):
@@ -394,16 +372,13 @@ def hold_attention(caller: Caller, direct: DirectCaller, profile: Profile, in_pl
             assert_same_cache(state_of(actual[0]), state_of(right), statistics, single=single, stored=stored)
 
 
-@every_place
-@every_merge
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("profile", MERGED, ids=lambda profile: profile.name)
 def test_merges_are_the_kernels_bits_and_the_oracles_figures(
     harness: Harness, direct: DirectCaller, profile: MergeProfile, in_place: bool
 ) -> None:
-    hold_merges(Caller(harness), direct, profile, in_place)
-
-
-def hold_merges(caller: Caller, direct: DirectCaller, profile: MergeProfile, in_place: bool) -> None:
-    """Compare merges of heads of one budget, and of several, with the kernels' own."""
+    """The heads have one budget, and several."""
+    caller = Caller(harness)
     for scenario in MERGE_SCENARIOS:
         state = merge_cache_state(profile, scenario)
         own = profile.attributes(scenario.capacity if profile.method == "full" else scenario.budget)
@@ -416,7 +391,7 @@ def hold_merges(caller: Caller, direct: DirectCaller, profile: MergeProfile, in_
             assert_same_cache(state_of(actual[0]), right, profile.statistics, single=single, stored=stored)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_more_heads_than_a_launch_takes_are_one_plugin(harness: Harness, direct: DirectCaller, dtype: str) -> None:
     assert min(len(MANY), len(MANY_THAT_MERGE)) > 32
     heads = heads_of(MANY, 2, dtype=dtype)
@@ -424,18 +399,6 @@ def test_more_heads_than_a_launch_takes_are_one_plugin(harness: Harness, direct:
     assert_same(Caller(harness).vote_attention_of(heads, attributes), direct.vote_attention_of(heads, attributes))
     states, merges = states_of_heads("ballot", MANY_THAT_MERGE, dtype)
     assert_same(Caller(harness).merge_cache_of(states, merges), direct.merge_cache_of(states, merges), "after a merge")
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS[:3], ids=lambda scenario: scenario.name)
-def test_bfloat16(harness: Harness, scenario: Any) -> None:
-    profile = next(profile for profile in PROFILES if profile.dtype == "float16")
-    inputs = {
-        name: bfloat16(x) if x.dtype == np.float16 else x
-        for name, x in vote_attention_inputs(profile, scenario).items()
-    }
-    exact = {name: float32_of(x) if x.dtype == np.uint16 else x for name, x in inputs.items()}
-    actual = Caller(harness).vote_attention(inputs, profile.attributes)
-    assert_near(float32_of(actual["output"]), vote_attention(exact, profile.attributes)["output"], 1e-2, scenario.name)
 
 
 def test_one_instance_runs_again_and_again_in_rubbish(harness: Harness) -> None:

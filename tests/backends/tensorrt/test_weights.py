@@ -24,7 +24,7 @@ from tests.support.tensorrt_artifacts import engines
 from tests.support.tensorrt_walk import attribute, problems
 from tests.support.tiny_model import RECIPE
 
-ROUNDED = {"bits": 4, "group": 64, "inputs": "float"}
+ROUNDED = {"bits": 4, "group": 64}
 TENSORRT = {"name": "tensorrt"}
 
 

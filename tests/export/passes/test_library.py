@@ -218,9 +218,9 @@ def test_experts_pick_the_packed_weights_of_one(packing: PackedFormat | None, fo
 
 WEIGHTS: list[dict[str, Any]] = [
     {},
-    {"bits": 4, "group": 32, "symmetric": False, "inputs": "float"},
-    {"bits": 4, "group": 32, "head": "same", "inputs": "float"},
-    {"bits": 8, "group": 64, "inputs": "float"},
+    {"bits": 4, "group": 32, "symmetric": False},
+    {"bits": 4, "group": 32, "head": "same"},
+    {"bits": 8, "group": 64},
 ]
 
 
@@ -233,7 +233,7 @@ def test_an_artifact_for_cuda_computes_what_that_for_the_cpu_does(weights: dict[
     for device in ("cpu", "cuda"):
         recipe = Recipe.model_validate(fields | {"backend": {"name": "onnxruntime", "device": device}})
         path = build(recipe, tmp_path / device)
-        engines.append(kvexport.load(path, device="cpu"))
+        engines.append(kvexport.load(path, device="cpu", float_input=True))
     artifact = tmp_path / "cuda"
     for _, graph in load_manifest(artifact).graphs.files():
         assert not list(problems(onnx.load(artifact / graph, load_external_data=False)))

@@ -12,8 +12,8 @@ import transformers as hf
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.errors import UsageError
-from kvexport.export.build import build
-from kvexport.export.vision import COMPARED
+from kvexport.export.build import build, read_model
+from kvexport.export.vision import COMPARED, planned_encoder_bytes
 from kvexport.images.rows import PromptImages, call_images, chunk_end, places_of
 from tests.support import models, vision
 from tests.support.vision import picture, png
@@ -89,6 +89,13 @@ def _paligemma(folder: Path) -> Path:
     )
     hf.AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     return folder
+
+
+def test_images_whose_tokens_see_later_ones_are_refused_on_gpus(tmp_path: Path) -> None:
+    checkpoint = vision.save_checkpoint("gemma3", tmp_path / "checkpoint")
+    for device, reads in (("cpu", True), ("cuda", False)):
+        recipe = models.make_recipe(checkpoint, export=EXPORT, backend={"name": "onnxruntime", "device": device})
+        assert (planned_encoder_bytes(read_model(recipe), recipe) > 0) == reads
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ KINDS: dict[str, tuple[list[str], dict[str, str], Any, dict[str, Any], Any]] = {
     "gemma3": (
         ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
         {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
-        hf.Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE}),
+        hf.Gemma3ImageProcessorPil(size={"height": 2 * SIDE, "width": 2 * SIDE}),
         {"image_seq_length": 16},
         lambda: hf.Gemma3Config(
             # A window of fewer tokens than an image has
@@ -202,8 +202,8 @@ KINDS: dict[str, tuple[list[str], dict[str, str], Any, dict[str, Any], Any]] = {
                 **{**TEXT, "num_hidden_layers": 3, "query_pre_attn_scalar": 8, "sliding_window": 11},
                 layer_types=["sliding_attention", "full_attention", "sliding_attention"],
             ),
-            vision_config=hf.SiglipVisionConfig(**SIGLIP),
-            mm_tokens_per_image=16,
+            vision_config=hf.SiglipVisionConfig(**{**SIGLIP, "image_size": 2 * SIDE}),
+            mm_tokens_per_image=16,  # a mean of four patches each
             image_token_index=256,
             boi_token_index=257,
             eoi_token_index=258,

@@ -130,8 +130,6 @@ def _check_model(shape: ModelShape, recipe: Recipe) -> None:
         f"{backend.name} runs no image encoder": not backend.runs_images,
         "cache.periodic decodes without the rows of images": recipe.cache.periodic.slots is not None,
         f"its images have positions of rows and columns (M-RoPE), and {rotates} rotates keys by their index": turns,
-        "tokens of its prompts attend to those after them": "token_type_ids" in arguments
-        and config.model_type not in COMPARED,
         "tokens of an image attend to those after them, which is not tested on GPUs": "token_type_ids" in arguments
         and backend.needs_gpu(recipe),
         "it has no encoder that transformers calls get_image_features": "pixel_values" not in encoder,

@@ -18,7 +18,7 @@ from kvexport.engine.prefixes import Prefixes
 from kvexport.engine.request import DECODING, Request, Timing
 from kvexport.engine.speculation import Drafter
 from kvexport.errors import KvexportError
-from kvexport.images.rows import call_images
+from kvexport.images.rows import call_images, chunk_end
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,10 @@ class ModelCalls:
     def prefill(self, requests: Sequence[Request], prefixes: Prefixes | None) -> list[Request]:
         """Read the next prompt chunk of each request in one model call. The requests' lanes must be neighbours."""
         start = time.perf_counter()
-        chunks = [request.ids[request.done :][: self._chunk] for request in requests]
+        parts = [slice(r.done, chunk_end(r.places, r.images, r.done, self._chunk)) for r in requests]
+        chunks = [request.ids[part] for request, part in zip(requests, parts, strict=True)]
         unread = [request.lane for request, chunk in zip(requests, chunks, strict=True) if len(chunk) < request.unread]
-        images = call_images([(r.places[r.done :][: self._chunk], r.images) for r in requests])
+        images = call_images([(r.places[part], r.images) for r, part in zip(requests, parts, strict=True)])
         logits = self._pool.lanes.append(chunks, first=requests[0].lane, prefill=True, unread=unread, images=images)
         cost = (time.perf_counter() - start) / (len(chunks) * max(map(len, chunks)))
         self._row_seconds += (cost - self._row_seconds) * (0.2 if self._row_seconds else 1.0)

@@ -27,7 +27,7 @@ from kvexport.engine.scheduler import Schedule, Scheduler
 from kvexport.engine.speculation import drafter_of
 from kvexport.engine.turns import Turns
 from kvexport.errors import DeadlineError, KvexportError, QueueFullError, UsageError
-from kvexport.images.rows import RowCache, places_of
+from kvexport.images.rows import RowCache, chunk_borders, places_of
 from kvexport.language.chat import read_json
 from kvexport.language.grammar import Grammars
 from kvexport.language.settings import GenerationSettings
@@ -165,9 +165,10 @@ class EngineCore:
             request.check_pins(ids, self.manifest)
             request.prepare(ids, self.settings(), self.grammars)
             request.places = np.concatenate([np.zeros(len(ids) - new, np.int64), places])
+            borders = chunk_borders(request.places, request.images, request.done, self.manifest.limits.prefill_chunk)
             request.timing.prompt_tokens += request.unread
             if self.prefixes is not None and not request.done:
-                request.keys = self.prefixes.keys(request.keyed_ids, request.digest, request.pins)
+                request.keys = self.prefixes.keys(request.keyed_ids, borders, request.digest, request.pins)
             self._requests[request.id] = request
             self._scheduler.add(request)
             return request.id

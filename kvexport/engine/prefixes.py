@@ -1,7 +1,7 @@
 """Prefix cache: the beginning that several prompts share is read once.
 
 After a prompt chunk was read and merged, the KV cache of its lane may be saved under the hash of all tokens so far.
-Chunk borders count from the beginning of the sequence, so prompts with the same beginning have the same chunks. A later
+Chunks are cut from the beginning of the sequence, so prompts with the same beginning have the same chunks. A later
 prompt continues from the saved KV cache, and gets the same answer as without the prefix cache.
 """
 
@@ -35,18 +35,18 @@ class Prefixes:
     def __len__(self) -> int:
         return len(self._saved)
 
-    def keys(self, ids: NDArray[np.int64], adapter: str | None = None, pins: Pins = ()) -> Keys:
+    def keys(self, ids: NDArray[np.int64], borders: Iterable[int], adapter: str | None = None, pins: Pins = ()) -> Keys:
         """Return the hashes of a prompt's tokens up to each chunk border before its last token.
 
         The last token is always read, because the logits after it are needed. Prompts for different LoRA adapters share
         no hash, nor do prompts whose pinned tokens differ before the border.
         """
-        hashed, keys = hashlib.sha256((adapter or "").encode()), Keys()
-        for border in range(self.chunk, len(ids), self.chunk):
-            hashed.update(ids[border - self.chunk : border].tobytes())
-            if here := within(pins, border - self.chunk, border):
+        hashed, keys, start = hashlib.sha256((adapter or "").encode()), Keys(), 0
+        for border in borders:
+            hashed.update(ids[start:border].tobytes())
+            if here := within(pins, start, border):
                 hashed.update(repr(here).encode())
-            keys[border] = hashed.digest()
+            keys[border], start = hashed.digest(), border
         return keys
 
     def begin(self, request: Request) -> Saved | None:
@@ -79,7 +79,7 @@ class Prefixes:
         last, back = max(keys, default=0), self.chunk
         borders = {last}
         while last - back > read:
-            borders.add(last - back)
+            borders.add(max((border for border in keys if border <= last - back), default=0))
             back *= 2
         borders.add(next((border for border in reversed(keys) if keys[border] in self._passed), 0))
         return {border for border in borders if border > read}

@@ -133,6 +133,7 @@ def trace_and_write(
             last_logits=not recipe.all_logits,
             attributes=attributes,
             row_size=vision.spec.hidden if isinstance(vision, Vision) else 0,
+            bidirectional=isinstance(vision, Vision) and vision.spec.bidirectional,
         )
         taken = put_adapters(decoder.graph, recipe.adapters.targets) if recipe.adapters.count else {}
         attentions = attentions_of(shape.plan, attributes, shape.geometry, recipe.model.dtype)

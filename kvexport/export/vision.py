@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,7 +51,7 @@ from kvexport.tensor_files.shards import refuse_link
 # Model types for which tests compare logits with images to those of transformers (tests/export/test_vision.py)
 COMPARED = {"aya_vision", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "qianfan_ocr", "smolvlm"}
 COMPARED |= {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe"}
-COMPARED |= {"vipllava"}
+COMPARED |= {"vipllava", "gemma3"}
 _AREAS = ("shortest_edge", "longest_edge", "min_pixels", "max_pixels")  # numbers of pixels if images become patches
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _MOST_NUMBER = 1 << 14  # the largest number in a processor's settings: sides of images, tiles, tokens of a tile
@@ -79,6 +80,13 @@ def read_vision(shape: ModelShape, recipe: Recipe) -> Vision | str:
         _check_model(shape, recipe)
         with quiet_exporter():
             spec, dimensions = _read_spec(shape.checkpoint.path, shape.model.config)
+            bidirectional = "token_type_ids" in inspect.signature(shape.model.forward).parameters
+            if bidirectional and spec.rows > (chunk := recipe.export.prefill_chunk):
+                raise _Refused(
+                    f"one call has to read the {spec.rows} tokens of an image, which see each other, and "
+                    f"export.prefill_chunk is {chunk}; --set export.prefill_chunk={spec.rows} reads images"
+                )
+            spec = replace(spec, bidirectional=bidirectional)
             model, mode = build_fake(shape.model.config, shape.model.dtype, recipe.rotary_length)
             graph = _trace(model, mode, spec, five=dimensions == 5)
         _keep_read(model, graph)
@@ -122,7 +130,8 @@ def _check_model(shape: ModelShape, recipe: Recipe) -> None:
         f"{backend.name} runs no image encoder": not backend.runs_images,
         "cache.periodic decodes without the rows of images": recipe.cache.periodic.slots is not None,
         f"its images have positions of rows and columns (M-RoPE), and {rotates} rotates keys by their index": turns,
-        "tokens of an image attend to those after them": "token_type_ids" in arguments,
+        "tokens of an image attend to those after them, which is not tested on GPUs": "token_type_ids" in arguments
+        and backend.needs_gpu(recipe),
         "it has no encoder that transformers calls get_image_features": "pixel_values" not in encoder,
         f"its encoder takes {', '.join(needed[1:])} beside pixels": len(needed) > 1
         and config.model_type not in COMPARED,
@@ -200,7 +209,7 @@ def image_spec(processor: Any, config: Any) -> ImageSpec:
     shortest, longest = size.get("shortest_edge"), size.get("longest_edge", 0)
     tile = crop if setting("do_center_crop") else size
     cut: dict[str, Any] = {"cut": "whole", "square": bool(setting("do_pad"))}
-    grids: dict[str, dict[str, Any]] = {"1": {}}
+    grids: dict[str, dict[str, Any]] = {"1": {"num_crops": [0]}}
     hidden, encoder = config.get_text_config().hidden_size, getattr(config, "vision_config", None)
     if group := setting("merge_size"):
         side, grids = setting("patch_size"), {}

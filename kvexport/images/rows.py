@@ -34,11 +34,14 @@ class CallImages(NamedTuple):
     # [B, 4, T], how far each token's rotary positions on three axes are from its index, and those of later tokens from
     # theirs, beside what earlier calls added; None if images have no rotary positions of their own
     image_offsets: NDArray[np.int64] | None = None
+    # [1 + L], after a 0 the lanes in which tokens of images see later ones of their image; None if none ever does
+    image_lanes: NDArray[np.int64] | None = None
 
     @classmethod
     def none(cls, spec: ImageSpec, batch: int, tokens: int) -> CallImages:
         offsets = np.zeros((batch, 4, tokens), np.int64) if spec.cut == "patches" else None
-        return cls(np.zeros((1, spec.hidden), np.float32), np.zeros((batch, tokens), np.int64), offsets)
+        lanes = np.zeros(1, np.int64) if spec.bidirectional else None
+        return cls(np.zeros((1, spec.hidden), np.float32), np.zeros((batch, tokens), np.int64), offsets, lanes)
 
     def inputs(self) -> dict[str, NDArray[Any]]:
         return {name: array for name, array in self._asdict().items() if array is not None}
@@ -53,12 +56,14 @@ class PromptImages:
         keys: A negative number for each vector [n], by which equal images are recognized.
         digests: The SHA-256 of each image's tiles, in hexadecimal digits.
         offsets: The result of `row_offsets` for all vectors, [n, 4].
+        bidirectional: `ImageSpec.bidirectional`.
     """
 
     rows: NDArray[np.float32]
     keys: NDArray[np.int64]
     digests: tuple[str, ...]
     offsets: NDArray[np.int64] | None = None
+    bidirectional: bool = False
 
 
 class RowCache:
@@ -120,7 +125,8 @@ def encode_images(
             moved.append(offsets)
     # One image's vectors are those of the cache: requests that wait with the same image have no copies of them.
     whole = rows[1] if len(rows) == 2 else np.concatenate(rows)
-    return PromptImages(whole, np.concatenate(keys), tuple(digests), np.concatenate(moved) if moved else None), texts
+    offsets = np.concatenate(moved) if moved else None
+    return PromptImages(whole, np.concatenate(keys), tuple(digests), offsets, spec.bidirectional), texts
 
 
 def _encoded(tiles: Rows, order: NDArray[np.int64], weights: Rows, encode: Callable[[Rows], Rows]) -> Rows:
@@ -163,6 +169,31 @@ def places_of(ids: NDArray[np.int64], images: PromptImages | None, spec: ImageSp
     return places
 
 
+def chunk_end(places: NDArray[np.int64], images: PromptImages | None, start: int, chunk: int) -> int:
+    """Return where the chunk of a prompt ends that begins at token `start`: before an image that one call has to read.
+
+    The result may be beyond the prompt's end. It is `start` if the image is longer than a chunk.
+    """
+    end = start + chunk
+    if images is not None and images.bidirectional and end < len(places) and places[end]:
+        while end > start and places[end - 1]:
+            end -= 1
+    return end
+
+
+def chunk_borders(places: NDArray[np.int64], images: PromptImages | None, start: int, chunk: int) -> list[int]:
+    """Return the ends of all chunks but the last of a prompt, of which `start` tokens have been read."""
+    borders = list[int]()
+    while (end := chunk_end(places, images, start, chunk)) < len(places):
+        if end == start:
+            raise UsageError(
+                f"more than {chunk} tokens of images follow each other, and one call has to read them",
+                "text between the images",
+            )
+        borders.append(start := end)
+    return borders
+
+
 def call_images(chunks: Sequence[tuple[NDArray[np.int64], PromptImages | None]]) -> CallImages | None:
     """Return the image vectors of a decoder call that reads a chunk of each prompt; None if no token is of an image.
 
@@ -173,13 +204,14 @@ def call_images(chunks: Sequence[tuple[NDArray[np.int64], PromptImages | None]])
     rows: list[NDArray[np.float32]] = []
     placed = np.zeros((len(chunks), max(len(places) for places, _ in chunks)), np.int64)
     offsets = np.zeros((len(chunks), 4, placed.shape[1]), np.int64)
-    moves, count = False, 1
+    moves, count, lanes = False, 1, [0]
     for lane, (places, images) in enumerate(chunks):
         used = places > 0
         if images is not None and used.any():
             rows.append(images.rows[places[used] - 1])
             placed[lane, : len(places)][used] = np.arange(count, count + len(rows[-1]))
             count += len(rows[-1])
+            lanes += [lane] * images.bidirectional
             if images.offsets is not None:
                 moves, own = True, offsets[lane, :, : len(places)]
                 own[:, used] = images.offsets[places[used] - 1].T
@@ -187,4 +219,5 @@ def call_images(chunks: Sequence[tuple[NDArray[np.int64], PromptImages | None]])
                 own[:3] += later - own[3]
                 own[3] = later
     whole = np.concatenate([np.zeros_like(rows[0][:1]), *rows])
-    return CallImages(whole, placed, offsets if moves else None)
+    seeing = np.array(lanes) if len(lanes) > 1 else None
+    return CallImages(whole, placed, offsets if moves else None, seeing)

@@ -75,6 +75,7 @@ class ImageSpec:
     group: Annotated[int, Field(ge=1, le=16)] = 1
     window: Annotated[int, Field(ge=0, le=1 << 10)] = 0
     table: Annotated[int, Field(ge=0, le=1 << 10)] = 0
+    bidirectional: bool = False  # whether each token of an image sees all others, so that one call has to read them all
 
     def __post_init__(self) -> None:
         grids = all(height % self.height == width % self.width == 0 for height, width in self.pinpoints)

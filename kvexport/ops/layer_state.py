@@ -9,7 +9,7 @@ functions for equal heads that `kvexport.ops.onnx_function` traces.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx
 import torch
@@ -114,6 +114,52 @@ def layer_vote_attention(
     return (torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0], *join_state(presents, tensors))
 
 
+class ImageLanes(NamedTuple):
+    """The lanes of a call in which each token of an image sees all tokens of the image, also those after it.
+
+    Attributes:
+        lanes: [L] int64, the numbers of these lanes; in other lanes a token sees none after it.
+        last: [L, T] int64, the position of the last token that each of their tokens sees.
+    """
+
+    lanes: Tensor
+    last: Tensor
+
+    @classmethod
+    def of(cls, lanes: Tensor, places: Tensor, position: Tensor) -> ImageLanes:
+        """Return the lanes of a call in which tokens are of an image where `places` [B, T] is above 0.
+
+        Neighbouring tokens are of one image. `lanes` [1 + L] has a first element that stands for no lane.
+        """
+        texts = (places == 0).to(torch.int64).cumsum(1)  # equal within an image, and more from its end on
+        # Of all lanes: ONNX Runtime sums no tensor of 0 lanes.
+        ends = (texts[:, None, :] <= texts[:, :, None]).to(torch.int64).sum(-1) - 1
+        last = torch.where(places > 0, position[:, :1] + ends, position)
+        return cls(lanes[1:], last.index_select(0, lanes[1:]))
+
+    def of_these(self, *tensors: Tensor) -> list[Tensor]:
+        return [x.index_select(0, self.lanes) for x in tensors]
+
+    def attend(
+        self,
+        output: Tensor,
+        query: Tensor,
+        position: Tensor,
+        query_length: Tensor,
+        state: Sequence[Tensor],
+        sink_logits: Tensor | None,
+        **layer: Any,
+    ) -> Tensor:
+        """Return the attention output of a layer, in which that of these lanes is computed again.
+
+        `output` is that of VoteAttention, in which no token sees a later one. Slots keep VoteAttention's statistics
+        too, so its kernels need to know nothing of images. Other arguments are those of `layer_read_attention`.
+        """
+        query, position, query_length = self.of_these(query, position, query_length)
+        seen = layer_read_attention(query, position, query_length, state, sink_logits, **layer, images=self)
+        return output.index_put((self.lanes,), seen)
+
+
 def layer_read_attention(
     query: Tensor,
     position: Tensor,
@@ -122,15 +168,25 @@ def layer_read_attention(
     sink_logits: Tensor | None = None,
     *,
     attributes: VoteAttentionAttributes,
-    heads: int,
+    capacity: Sequence[int],
+    images: ImageLanes | None = None,
 ) -> Tensor:
-    """Return the attention output of a layer that reads the KV cache of another layer, whose heads have one capacity.
+    """Return the attention output of queries that read a layer's KV cache; arguments are those of `read_attention`.
 
-    `state` has the present state tensors of the other layer, without those of a method.
+    `state` has the layer's present state tensors, without those of a method. Its KV heads have `capacity` slots each.
+    With `images` the queries are those of these lanes alone.
     """
-    tensors = state_of(state[0].dtype, ())
-    (views,) = split_state(state, tensors, [state[2].shape[1] // heads] * heads, together=True)
-    return read_attention(query, position, query_length, views, sink_logits, attributes=attributes)
+    parts = split_state(state, state_of(state[0].dtype, ()), capacity, together=len({*capacity}) == 1)
+    queries = query.chunk(len(parts), 1) if len(parts) > 1 else (query,)
+    sinks: Sequence[Tensor | None] = [sink_logits] * len(parts)
+    if sink_logits is not None and len(parts) > 1:
+        sinks = sink_logits.chunk(len(parts), 0)
+    outputs = []
+    for q, own, sink in zip(queries, parts, sinks, strict=True):
+        # The state is split before lanes are selected, because `open_slots` looks for its views.
+        views, last = (own, None) if images is None else (tuple(images.of_these(*own)), images.last)
+        outputs.append(read_attention(q, position, query_length, views, sink, attributes=attributes, last=last))
+    return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
 
 
 def layer_merge_cache(

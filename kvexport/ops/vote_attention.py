@@ -4,8 +4,8 @@ The votes of a cache slot are the number of tokens that it stands for. Its score
 it has received. The function `vote_attention` defines the operator for KV heads of one capacity, and
 `kvexport.ops.layer_state` for the heads of a layer, which may differ. The ONNX function for heads of one capacity is
 traced from `vote_attention` (`kvexport.ops.onnx_function`), and `tests/conformance` compares native kernels with it.
-`read_attention` is the attention of a layer that has no cache of its own; a trace contains its PyTorch operations as
-ONNX's own operators.
+`read_attention` is the attention of a layer that has no cache of its own, and that of images whose tokens see later
+ones; a trace contains its PyTorch operations as ONNX's own operators.
 """
 
 from __future__ import annotations
@@ -150,11 +150,12 @@ def read_attention(
     sink_logits: Tensor | None = None,
     *,
     attributes: VoteAttentionAttributes,
+    last: Tensor | None = None,
 ) -> Tensor:
-    """Return the output [B, Hq, T, Dv] of a layer that reads the KV cache of another layer, 0 in padding rows.
+    """Return the output [B, Hq, T, Dv] of queries that read a KV cache but change no statistic, 0 in padding rows.
 
-    The other layer has already appended the call's tokens (`state` is its present state). The queries of the reading
-    layer change no statistic of the slots. Other arguments are those of `vote_attention`.
+    The call's tokens have already been appended (`state` is the present state). `last` [B, T] is the position of the
+    last token that each query sees; None: its own. Other arguments are those of `vote_attention`.
     """
     key, value, votes, _, slot_position, *scales = state
     if attributes.value_prefix:
@@ -168,19 +169,25 @@ def read_attention(
     )
     batch, tokens = position.shape
     real = torch.arange(tokens, dtype=torch.int32, device=query.device) < query_length.to(torch.int32)
-    _, bias = _visible(position, votes > 0, slot_position, votes, attributes)
+    _, bias = _visible(position, votes > 0, slot_position, votes, attributes, last)
     _, probability = _probability(turn(query.float()), keys, bias, sink_logits, attributes)
     output = turn((probability @ values[:, :, None]).reshape(batch, query.shape[1], tokens, values.shape[3]))
     return torch.where(real[:, None, :, None], output, 0.0).to(query.dtype)
 
 
 def _visible(
-    position: Tensor, occupied: Tensor, slot_position: Tensor, votes: Tensor, attributes: VoteAttentionAttributes
+    position: Tensor,
+    occupied: Tensor,
+    slot_position: Tensor,
+    votes: Tensor,
+    attributes: VoteAttentionAttributes,
+    last: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return which cache slots the queries see, [B, H, T, C] bool, and the bias of each slot's logit."""
     now = position.to(torch.int32)[:, None, :, None]  # [B, 1, T, 1]
     slot_position = slot_position[:, :, None, :]
-    visible = occupied[:, :, None, :] & (slot_position <= now)
+    until = now if last is None else last.to(torch.int32)[:, None, :, None]
+    visible = occupied[:, :, None, :] & (slot_position <= until)
     if attributes.sliding_window:
         visible = visible & (slot_position > now - attributes.sliding_window)
     if attributes.vote_exponent:

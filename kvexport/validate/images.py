@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvexport.export.vision import prepare, read_processor
-from kvexport.images.rows import CallImages, PromptImages, call_images, places_of
+from kvexport.images.rows import CallImages, PromptImages, call_images, chunk_borders, places_of
 from kvexport.validate.tokens import Ids
 
 
@@ -22,6 +22,10 @@ class Picture(NamedTuple):
 
     def with_rows(self, rows: NDArray[np.float32]) -> Picture:
         return self._replace(images=replace(self.images, rows=rows))
+
+    def borders(self, chunk: int) -> list[int]:
+        """Return where the calls end that read the first tokens of the picture."""
+        return chunk_borders(self.places, self.images, 0, chunk)
 
     def call(self, tokens: list[Ids], begin: int) -> CallImages | None:
         """Return the rows of a decoder call whose tokens of the first sequence begin at position `begin`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,8 +23,7 @@ from kvexport.export.model.hf_model import fix_rotary_frequencies
 from kvexport.export.model.tensors import Checkpoint
 from kvexport.export.vision import features_of, patches_as_products
 from kvexport.methods.base import Method
-from kvexport.ops.layer_state import layer_merge_cache, layer_read_attention, layer_vote_attention
-from kvexport.ops.vote_attention import VoteAttentionAttributes
+from kvexport.ops.layer_state import ImageLanes, layer_merge_cache, layer_read_attention, layer_vote_attention
 from kvexport.plan.cache import CachePlan, LayerGeometry, resized
 from kvexport.quiet import quiet_exporter
 from kvexport.schema.state import STATE, STATE_NAMES, scales_of
@@ -46,42 +46,30 @@ class _Eager:
         query_length: Tensor,
         past: Mapping[int, State],
         capacity: Mapping[int, tuple[int, ...]],
+        images: ImageLanes | None,
     ) -> None:
         self.method, self.plan, self.geometry, self.past, self.capacity = method, plan, geometry, past, capacity
-        self.position, self.query_length = position, query_length
-        self.present: dict[int, tuple[Tensor, ...]] = {}
+        self.position, self.query_length, self.images = position, query_length, images
+        self.present: dict[int, list[Tensor]] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         sinks = options.get("s_aux")
-        if options["reads"] is not None:
-            return self._read(self.plan.cache_of(options["reads"]), query, sinks)
-        cache = self.plan.cache_of(options["layer"])
-        past = self.past[cache]
-        key = shifted(module, key, self.plan.caches[cache].key_shift)
-        own, extra = past[: len(STATE)], past[len(STATE) :]
-        inputs = (query, key, value, self.position, self.query_length, *own, sinks, *extra)
-        result = layer_vote_attention(
-            *inputs,  # type: ignore[arg-type]
-            attributes=self._attributes(cache),
-            capacity=self.capacity[cache],
-        )
-        self.present[cache] = result[1:]
-        return result[0]
-
-    def _read(self, cache: int, query: Tensor, sink_logits: Tensor | None) -> Tensor:
+        reads = options["reads"]
+        cache = self.plan.cache_of(options["layer"] if reads is None else reads)
         plan = self.plan.caches[cache]
-        return layer_read_attention(
-            query,
-            self.position,
-            self.query_length,
-            self.present[cache][: len(STATE) + len(scales_of(plan.dtype))],
-            sink_logits,
-            attributes=self._attributes(cache),
-            heads=plan.kv_heads,
-        )
-
-    def _attributes(self, cache: int) -> VoteAttentionAttributes:
-        return layer_attributes(self.method, self.geometry[cache], self.plan.caches[cache].value_prefix)
+        attributes = layer_attributes(self.method, self.geometry[cache], plan.value_prefix)
+        named: Any = {"attributes": attributes, "capacity": self.capacity[cache]}
+        if reads is None:
+            past = self.past[cache]
+            key = shifted(module, key, plan.key_shift)
+            own, extra = past[: len(STATE)], past[len(STATE) :]
+            inputs: Any = (query, key, value, self.position, self.query_length, *own, sinks, *extra)
+            output, *self.present[cache] = layer_vote_attention(*inputs, **named)
+        state = self.present[cache][: len(STATE) + len(scales_of(plan.dtype))]
+        reading = (query, self.position, self.query_length, state, sinks)
+        if reads is not None:
+            output = layer_read_attention(*reading, **named)
+        return output if self.images is None else self.images.attend(output, *reading, **named)
 
     def mask(self, mask_function: Any) -> Any:
         return None
@@ -148,7 +136,11 @@ class TorchReference:
         rotated_by = position
         if self.plan.cache_positions:
             rotated_by = used_slots(past[0][VOTES], self.plan.caches[0].kv_heads) + torch.arange(ids.shape[1])
-        eager = _Eager(self.method, self.plan, self.geometry, position, query_length, past, capacity)
+        images = None
+        if "image_lanes" in feed:
+            lanes, places = (torch.from_numpy(feed[name]) for name in ("image_lanes", "image_places"))
+            images = ImageLanes.of(lanes, places, position)
+        eager = _Eager(self.method, self.plan, self.geometry, position, query_length, past, capacity, images)
         names = {(x.layer, tensor.name): (x.place, tensor) for x in self.plan.states for tensor in x.state}
         recurrent = {
             place: torch.from_numpy(np.array(feed[tensor.past(name)])) for place, (name, tensor) in names.items()
@@ -261,8 +253,10 @@ def full_logits(
     for ids, at in zip(tokens, positions, strict=True):
         picked[:] = at
         read = {} if logits_of else dict(images)
-        if "image_grid_thw" in read:  # a model with rotary positions of rows and columns asks where images are
-            read["mm_token_type_ids"] = torch.from_numpy(ids == model.config.image_token_id)[None].int()
+        # Some models ask where images are, for rotary positions of rows and columns or for attention within an image.
+        kinds = "mm_token_type_ids" if "image_grid_thw" in read else "token_type_ids"
+        if read and kinds in inspect.signature(model.forward).parameters:
+            read[kinds] = torch.from_numpy(ids == model.config.image_token_id)[None].int()
         rows = model(input_ids=torch.from_numpy(ids)[None], **read).logits[0].float().numpy() if at else []
         logits_of.append(dict(zip(at, rows, strict=True)))
     return logits_of

@@ -98,7 +98,8 @@ def validate_artifact(
     elif picture is not None:
         result.no_image = len(picture.ids)
     later = later_calls(manifest.limits, recipe.cache.merge_prompts)
-    calls = list(schedule(tokens, recipe.export.prefill_chunk, later))
+    borders = picture.borders(recipe.export.prefill_chunk) if pixels and picture is not None else []
+    calls = list(schedule(tokens, recipe.export.prefill_chunk, later, borders))
     whole = _whole_calls([prefill for _, prefill in calls])
     about = _estimate(reference, calls, len(whole))
     with progress(f"comparing {len(calls)} calls, {about}", len(calls)) as bar:

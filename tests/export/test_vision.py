@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import transformers as hf
 
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.errors import UsageError
-from kvexport.export.build import build
-from kvexport.export.vision import COMPARED
-from kvexport.images.rows import PromptImages, call_images, places_of
+from kvexport.export.build import build, read_model
+from kvexport.export.vision import COMPARED, planned_encoder_bytes
+from kvexport.images.rows import PromptImages, call_images, chunk_end, places_of
+from kvexport.recipe.fields import Recipe
 from tests.support import models, vision
 from tests.support.vision import picture, png
 
@@ -25,16 +25,19 @@ def logits_with_images(
     engine: Engine, prompts: Sequence[tuple[models.Ids, PromptImages | None]]
 ) -> list[models.Logits]:
     """Return the logits of every token of prompts that are read together, chunk by chunk."""
-    lanes, chunk = engine.lanes(len(prompts)), EXPORT["prefill_chunk"]
-    assert isinstance(chunk, int)
+    lanes, chunk = engine.lanes(len(prompts)), engine.manifest.limits.prefill_chunk
     rows: list[list[models.Logits]] = [[] for _ in prompts]
     placed = [(ids, places_of(ids, images, engine.manifest.images), images) for ids, images in prompts]
-    for start in range(0, max(len(ids) for ids, _ in prompts), chunk):
-        part = slice(start, start + chunk)
-        call = call_images([(places[part], images) for _, places, images in placed])
-        logits = lanes.append([ids[part] for ids, *_ in placed], prefill=True, images=call)
-        for lane, (ids, *_) in enumerate(placed):
-            rows[lane].append(logits[lane, : len(ids[part])].copy())
+    ends = [0] * len(prompts)
+    while any(end < len(ids) for end, (ids, *_) in zip(ends, placed, strict=True)):
+        parts = [slice(end, chunk_end(places, images, end, chunk))
+                 for end, (_, places, images) in zip(ends, placed, strict=True)]  # fmt: skip
+        call = call_images([(places[part], images) for part, (_, places, images) in zip(parts, placed, strict=True)])
+        tokens = [ids[part] for part, (ids, *_) in zip(parts, placed, strict=True)]
+        logits = lanes.append(tokens, prefill=True, images=call)
+        for own, row, some in zip(rows, logits, tokens, strict=True):
+            own.append(row[: len(some)].copy())
+        ends = [part.stop for part in parts]
     return [np.concatenate(one) for one in rows]
 
 
@@ -80,12 +83,12 @@ def _with(kind: str, name: str, **changes: Any) -> Callable[[Path], Path]:
     return save
 
 
-def _gemma3(folder: Path) -> Path:
-    config = hf.Gemma3Config(
-        text_config=hf.Gemma3TextConfig(**vision.TEXT), vision_config=hf.SiglipVisionConfig(**vision.SIGLIP)
-    )
-    hf.AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
-    return folder
+def test_images_whose_tokens_see_later_ones_are_refused_on_gpus(tmp_path: Path) -> None:
+    checkpoint = vision.save_checkpoint("gemma3", tmp_path / "checkpoint")
+    for device, reads in (("cpu", True), ("cuda", False)):
+        plain = models.make_recipe(checkpoint, export=EXPORT).model_dump()
+        recipe = Recipe.model_validate({**plain, "backend": {"name": "onnxruntime", "device": device}})
+        assert (planned_encoder_bytes(read_model(recipe), recipe) > 0) == reads
 
 
 @pytest.mark.parametrize(
@@ -94,14 +97,14 @@ def _gemma3(folder: Path) -> Path:
         (_of("llava"), {"export": {"images": False}}, "the recipe says export.images: false"),
         (_of("qwen2_vl"), {"cache": {"method": "asymkv"}}, "cache.method: asymkv rotates keys by their index"),
         (_of("qwen2_vl"), {"cache": {"positions": "cache"}}, "cache.positions: cache or cache.method"),
-        (_gemma3, {}, "tokens of an image attend to those after them"),
+        (_of("gemma3"), {"export": {"prefill_chunk": 15}}, "--set export.prefill_chunk=16 reads images"),
         (_with("llava", "preprocessor_config.json", image_processor_type="None"), {}, "read its image processor"),
         (_with("llava", "preprocessor_config.json", do_normalize=False), {}, "a way that kvexport does not know"),
         (_with("llava", "processor_config.json", patch_size=4), {}, "its image encoder cannot be traced"),
         (_with("internvl", "processor_config.json", image_seq_length=10**9), {}, "hold the number 1e+09"),
         (_with("internvl", "preprocessor_config.json", size={"height": "x", "width": []}), {}, "cannot read its image"),
     ],
-    ids=["recipe", "method", "positions", "gemma3", "processor", "pixels", "tokens", "number", "type"],
+    ids=["recipe", "method", "positions", "chunk", "processor", "pixels", "tokens", "number", "type"],
 )
 def test_a_model_whose_images_are_not_built_says_why(
     save: Callable[[Path], Path], settings: dict[str, Any], reason: str, tmp_path: Path

@@ -38,8 +38,8 @@ def _remembered(trace: Callable[..., Any]) -> Callable[..., Any]:
         config = model.config
         parameters = [(name, x.shape, x.dtype) for name, x in model.named_parameters()]
         state = [(layer.shapes(1), layer.dtypes()) for layer in (*plan.caches, *plan.states)]
-        # Only layers that read another layer's cache are traced with its attributes.
-        reads = getattr(config.get_text_config(), "num_kv_shared_layers", 0)
+        # Only attention that reads a cache after its layer has appended to it is traced with attributes.
+        reads = getattr(config.get_text_config(), "num_kv_shared_layers", 0) or options.get("bidirectional")
         relevant = options if reads else options | {"attributes": ()}
         shifts = [cache.key_shift for cache in plan.caches]
         key = repr((type(model), config.to_json_string(), parameters, state, plan.cache_positions, shifts, relevant))

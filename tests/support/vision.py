@@ -1,5 +1,6 @@
 """Tiny random models that read images, with processors of transformers, and logits of transformers for prompts."""
 
+import inspect
 import io
 import json
 from collections.abc import Sequence
@@ -190,6 +191,24 @@ KINDS: dict[str, tuple[list[str], dict[str, str], Any, dict[str, Any], Any]] = {
             scale_factor=2,
         ),
     ),
+    "gemma3": (
+        ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
+        {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+        hf.Gemma3ImageProcessorPil(size={"height": 2 * SIDE, "width": 2 * SIDE}),
+        {"image_seq_length": 16},
+        lambda: hf.Gemma3Config(
+            # A window of fewer tokens than an image has
+            text_config=hf.Gemma3TextConfig(
+                **{**TEXT, "num_hidden_layers": 3, "query_pre_attn_scalar": 8, "sliding_window": 11},
+                layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            ),
+            vision_config=hf.SiglipVisionConfig(**{**SIGLIP, "image_size": 2 * SIDE}),
+            mm_tokens_per_image=16,  # a mean of four patches each
+            image_token_index=256,
+            boi_token_index=257,
+            eoi_token_index=258,
+        ),
+    ),
     "qwen2_vl": _in_patches(hf.Qwen2VLConfig, {"embed_dim": 32, "mlp_ratio": 2}),
     "qwen2_5_vl": _in_patches(
         hf.Qwen2_5_VLConfig, {"out_hidden_size": 32, "window_size": 28, "fullatt_block_indexes": [1]}
@@ -217,7 +236,7 @@ def save_processor(kind: str, folder: Path) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(special)
     hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=names).save_pretrained(folder)
-    marker = "<image>" if "<image>" in special else special[0]
+    marker = next((x for x in ("<image>", "<start_of_image>") if x in special), special[0])
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace("MARKER", marker))
     images.save_pretrained(folder)
     (folder / "processor_config.json").write_text(json.dumps(settings))
@@ -271,13 +290,17 @@ class Transformers:
                 "mm_token_type_ids": (ids == processor.image_token_id)[None],
             }
         axis = 1 if prepared[0]["pixel_values"].ndim == 5 else 0
-        return ids, {"pixel_values": np.concatenate([one["pixel_values"] for one in prepared], axis)}
+        pixels = {"pixel_values": np.concatenate([one["pixel_values"] for one in prepared], axis)}
+        if "token_type_ids" in inspect.signature(self.model.forward).parameters:
+            pixels["token_type_ids"] = (ids == self.model.config.image_token_id)[None]
+        return ids, pixels
 
     def logits(self, ids: NDArray[np.int64], pixels: Any) -> NDArray[np.float32]:
         """Return the logits [n, vocabulary] of a whole sequence."""
         with torch.no_grad():
             given = {name: torch.from_numpy(np.asarray(array)) for name, array in (pixels or {}).items()}
-            if (kinds := given.get("mm_token_type_ids")) is not None:  # a generated token is text
-                given["mm_token_type_ids"] = torch.nn.functional.pad(kinds.int(), (0, len(ids) - kinds.shape[1]))
+            for name in given.keys() & {"mm_token_type_ids", "token_type_ids"}:  # a generated token is text
+                kinds = given[name].int()
+                given[name] = torch.nn.functional.pad(kinds, (0, len(ids) - kinds.shape[1]))
             logits = self.model(input_ids=torch.from_numpy(ids)[None], **given).logits[0]
         return logits.float().numpy()

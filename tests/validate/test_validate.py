@@ -153,6 +153,16 @@ def test_a_picture_with_rotary_positions_of_its_own_is_compared(tmp_path: Path) 
     assert any(r.tensor == "image" for r in result.rounding)
 
 
+def test_a_picture_whose_tokens_see_each_other_is_compared(tmp_path: Path) -> None:
+    """The picture lies in one call. The caches have more slots than the sequences, so those of the graph are cut."""
+    checkpoint = vision.save_checkpoint("gemma3", tmp_path / "checkpoint")
+    settings = {"cache": {"budget": 400, "sinks": 2, "merge_every": 4}, "export": {"prefill_chunk": 16}}
+    artifact = build(make_recipe(checkpoint, **settings, limits={"max_length": 500}), tmp_path / "artifact")
+    result = validate_artifact(artifact, length=100, batch=2)
+    assert result.passed and result.texts[0] == "an image, then text" and result.first_compared > 0
+    assert any(r.tensor == "image" for r in result.rounding)
+
+
 def test_a_damaged_image_encoder_is_named(with_images: Path, tmp_path: Path) -> None:
     def damage(model: onnx.ModelProto) -> None:
         """Let a layer of the encoder read another layer's weight of the same shape."""

@@ -130,7 +130,7 @@ def open_slots(decoder: onnx.ModelProto, plan: CachePlan) -> None:
     """Make the number of KV-cache slots a free dimension of the decoder, so that caches of any size can use one graph.
 
     All KV heads of each layer must have the same capacity: then only the shapes of inputs and outputs contain the
-    number of slots.
+    number of slots, and those of views for attention that reads a cache after it was updated.
     """
     axes = {
         name: x.slot_axis
@@ -141,6 +141,14 @@ def open_slots(decoder: onnx.ModelProto, plan: CachePlan) -> None:
     for value in (*decoder.graph.input, *decoder.graph.output):
         if (axis := axes.get(value.name)) is not None:
             value.type.tensor_type.shape.dim[axis].dim_param = f"slots.{value.name.split('.')[1]}"
+    constants = {x.name: x for x in decoder.graph.initializer}
+    for node in decoder.graph.node:
+        if node.op_type == "Reshape" and (axis := axes.get(node.input[0])) is not None:
+            shape = np.array(numpy_helper.to_array(constants[node.input[1]]))
+            shape[0], shape[axis + 1] = 0, -1  # [B, H S, ...] becomes [B, H, S, ...], of any S
+            node.input[1] = f"{node.name}.slots"
+            decoder.graph.initializer.append(numpy_helper.from_array(shape, node.input[1]))
+            del node.attribute[:]  # `allowzero`, with which 0 would be no size of the input
 
 
 def merge_model(plan: CachePlan, method: Method) -> onnx.ModelProto | None:

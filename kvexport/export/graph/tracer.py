@@ -25,11 +25,10 @@ from kvexport.export.hooks.experts import ATTRIBUTES as EXPERTS_ATTRIBUTES
 from kvexport.export.hooks.experts import EXPERTS, expert_layouts
 from kvexport.export.hooks.key_shift import shifted
 from kvexport.export.hooks.recurrence import LINEAR_ATTENTION, RecurrentCache, recurring
-from kvexport.images.rows import CallImages
 from kvexport.methods.base import Method
 from kvexport.ops import linear_attention
 from kvexport.ops.experts import ExpertsForm
-from kvexport.ops.layer_state import layer_read_attention
+from kvexport.ops.layer_state import ImageLanes, layer_read_attention
 from kvexport.ops.onnx_function import DOMAIN, VERSION
 from kvexport.ops.to_onnx import optimize, to_onnx
 from kvexport.ops.vote_attention import VoteAttentionAttributes
@@ -103,38 +102,43 @@ class _Tracing:
         position: Tensor,
         query_length: Tensor,
         past: dict[int, dict[str, Tensor]],
+        images: ImageLanes | None,
     ) -> None:
-        self.plan, self.attributes = plan, attributes
+        self.plan, self.attributes, self.images = plan, attributes, images
         self.operator, self.placeholder = operator, _attention_placeholder(operator)
         self.position, self.query_length, self.past = position, query_length, past
-        self.present: dict[int, tuple[Tensor, ...]] = {}
+        self.present: dict[int, list[Tensor]] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        if options["reads"] is not None:
-            cache = self.plan.cache_of(options["reads"])
-            plan = self.plan.caches[cache]
-            return layer_read_attention(
-                query,
-                self.position,
-                self.query_length,
-                self.present[cache][: len(STATE) + len(scales_of(plan.dtype))],
-                options.get("s_aux"),
-                attributes=self.attributes[cache],
-                heads=plan.kv_heads,
-            )
-        layer, sinks = self.plan.cache_of(options["layer"]), options.get("s_aux")
+        reads, sinks = options["reads"], options.get("s_aux")
+        layer = self.plan.cache_of(options["layer"] if reads is None else reads)
+        output = None
+        if reads is None:
+            output = self._append(layer, query, shifted(module, key, self.plan.caches[layer].key_shift), value, sinks)
+        if output is not None and self.images is None:
+            return output
+        plan = self.plan.caches[layer]
+        state = self.present[layer][: len(STATE) + len(scales_of(plan.dtype))]
+        reading = (query, self.position, self.query_length, state, sinks)
+        named: Any = {"attributes": self.attributes[layer], "capacity": plan.capacity}
+        if output is None:
+            output = layer_read_attention(*reading, **named)
+        return output if self.images is None else self.images.attend(output, *reading, **named)
+
+    def _append(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         inputs = {
             "query": query,
-            "key": shifted(module, key, self.plan.caches[layer].key_shift),
+            "key": key,
             "value": value,
             "position": self.position,
             "query_length": self.query_length,
             "sink_logits": None if sinks is None else sinks.float(),
             **self.past[layer],
         }
-        result = self.placeholder(*(inputs[name] for name in self.operator.input_names), layer=layer)
-        self.present[layer] = result[1:]
-        output: Tensor = result[0]
+        output: Tensor
+        output, *self.present[layer] = self.placeholder(
+            *(inputs[name] for name in self.operator.input_names), layer=layer
+        )
         return output
 
     def mask(self, mask_function: Any) -> Any:
@@ -145,7 +149,7 @@ class _Decoder(nn.Module):
     """The PyTorch module that is traced as decoder.onnx.
 
     It maps (input_ids, query_length, past_length, past cache state) to (logits, present_length, present cache state).
-    If rows of images have `row_size` numbers, the inputs of `CallImages` follow past_length.
+    If rows of images have `row_size` numbers, the inputs of `CallImages` (kvexport/images/rows.py) follow past_length.
     """
 
     def __init__(
@@ -155,8 +159,10 @@ class _Decoder(nn.Module):
         attributes: Sequence[VoteAttentionAttributes],
         last_logits: bool,
         row_size: int = 0,
+        bidirectional: bool = False,
     ) -> None:
         super().__init__()
+        self.bidirectional = bidirectional
         self.model, self.plan, self.attributes, self.last_logits = model, plan, attributes, last_logits
         self.operator = VOTE_ATTENTION.with_state(plan.caches[0].extra)
         self.layers: Sequence[int] = ()
@@ -172,6 +178,10 @@ class _Decoder(nn.Module):
         if self.image_rows is not None:
             self.image_rows.rows, self.image_rows.places = next(past_tensors), next(past_tensors)
         offsets = next(past_tensors) if self.plan.rotary_offset else None
+        images = None
+        if self.bidirectional:
+            assert self.image_rows is not None and self.image_rows.places is not None
+            images = ImageLanes.of(next(past_tensors), self.image_rows.places, position)
         state = {i: {f"past_{x.name}": next(past_tensors) for x in self.plan.caches[i].state} for i in self.layers}
         places = [(x.layer, tensor.name) for x in self.plan.states for tensor in x.state]
         recurrent = dict(zip(places, past_tensors, strict=True))
@@ -191,7 +201,7 @@ class _Decoder(nn.Module):
             # No caller brings more tokens than there is room for. The minimum makes this value depend on the votes, so
             # that the graph reads the votes before it overwrites them.
             fitting = torch.minimum(query_length, first.capacity[0] - used)
-        tracing = _Tracing(self.operator, self.plan, self.attributes, position, fitting, state)
+        tracing = _Tracing(self.operator, self.plan, self.attributes, position, fitting, state, images)
         self.token_logits.query_length = query_length if self.last_logits else None
         with attending(tracing), recurring(self.model, states), complex_as_pairs():
             logits = self.model(input_ids=input_ids, position_ids=rotated_by, **states.as_arguments(self.model)).logits
@@ -214,6 +224,7 @@ def trace_decoder(
     last_logits: bool,
     attributes: Sequence[VoteAttentionAttributes] = (),
     row_size: int = 0,
+    bidirectional: bool = False,
 ) -> ir.Model:
     """Trace decoder.onnx as an optimized ONNX IR model with one VoteAttention node for each layer that has a KV cache.
 
@@ -221,7 +232,7 @@ def trace_decoder(
     `initializer_names` returns their names. If several layers compute the same function, only the first two are traced.
     All later layers are copies of the first; the second serves to check that a copy is right.
     """
-    decoder = _Decoder(model, plan, attributes, last_logits, row_size).eval()
+    decoder = _Decoder(model, plan, attributes, last_logits, row_size, bidirectional).eval()
     deep = decoder.image_rows is not None and decoder.image_rows.deep  # the first layers compute another function
     alike = not plan.attention_layers and not deep and len({cache.key_shift for cache in plan.caches}) == 1
     layers = find_layers(model, mode) if alike else None
@@ -262,11 +273,17 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers: Seq
             for x in plan.states
             for name, shape in x.shapes(2).items()
         ]
-        images = [] if decoder.image_rows is None else [torch.zeros(4, decoder.image_rows.size)]
-        images += [torch.zeros(2, 3, dtype=torch.int64)] * len(images)
-        images += [torch.zeros(2, 4, 3, dtype=torch.int64)] * plan.rotary_offset
-    inputs = (ids, query_length, past_length, *images, *state)
-    image_shapes = [{0: Dim("rows")}, {0: batch, 1: tokens}, {0: batch, 2: tokens}][: len(images)]
+        images: dict[str, tuple[Tensor, dict[int, Any]]] = {}  # as in `CallImages`
+        if decoder.image_rows is not None:
+            images["image_rows"] = torch.zeros(4, decoder.image_rows.size), {0: Dim("rows")}
+            images["image_places"] = torch.zeros(2, 3, dtype=torch.int64), {0: batch, 1: tokens}
+        if plan.rotary_offset:
+            images["image_offsets"] = torch.zeros(2, 4, 3, dtype=torch.int64), {0: batch, 2: tokens}
+        if decoder.bidirectional:
+            lanes = Dim("lanes", min=3)  # the graph takes fewer too
+            images["image_lanes"] = torch.zeros(5, dtype=torch.int64), {0: lanes}
+    inputs = (ids, query_length, past_length, *(x for x, _ in images.values()), *state)
+    image_shapes = [shape for _, shape in images.values()]
     shapes = ({0: batch, 1: tokens}, {0: batch}, {0: batch}, (*image_shapes, *({0: batch} for _ in state)))
 
     operator = decoder.operator
@@ -298,7 +315,7 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers: Seq
                 translations,
                 input_names=[
                     *("input_ids", "query_length", "past_length"),
-                    *CallImages._fields[: len(images)],
+                    *images,
                     *(x.past(i) for i, x in tensors),
                 ],
                 output_names=["logits", "present_length", *(x.present(i) for i, x in tensors)],

@@ -68,8 +68,8 @@ class Case:
     plus: float = 0.0  # is added to the weights of norms
 
 
-CASES = {
-    "llama": Case("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, pairs=True),
+CASES = {  # by llama.cpp's name, the first word of the key
+    "llama with experts": Case("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, pairs=True),
     "internlm2": Case("llama", pairs=True),
     "exaone": Case("llama"),
     "arcee": Case("arcee", pairs=True),
@@ -85,6 +85,12 @@ CASES = {
     "seed_oss": Case("seed_oss", {"head_dim": 32, "attention_bias": True}),
     "hunyuan-dense": Case("hunyuan_v1_dense", {"head_dim": 32, "rope_parameters": PLAIN}),
     "exaone4": Case("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "exaone4 of 64 layers": Case(  # llama.cpp knows the windows of this size alone
+        "exaone4",
+        {"sliding_window": 24, "num_hidden_layers": 64,
+         "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 16},
+        {"attention.sliding_window": 24, "attention.sliding_window_pattern": [True, True, True, False] * 16},
+    ),
     "olmo": Case("olmo", {"clip_qkv": 0.5}, {"attention.clamp_kqv": 0.5, "attention.layer_norm_epsilon": 1e-5},
                  pairs=True),
     "olmo2": Case("olmo3", {**WINDOWS, "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}},
@@ -97,9 +103,9 @@ CASES = {
         {"expert_shared_feed_forward_length": 32},
     ),
     "qwen3": Case("qwen3", {"head_dim": 32, "rope_parameters": YARN}, YARN_META),
-    "qwen3vl": Case("qwen3", {"head_dim": 16}, {"rope.dimension_sections": [4, 2, 2, 0]}),
+    "qwen3vl": Case("qwen3", {"head_dim": 16}, {"rope.dimension_sections": [3, 3, 2, 0]}),
     "qwen3vlmoe": Case("qwen3_moe", {**SMALL_EXPERTS, "head_dim": 16, "norm_topk_prob": True},
-                       {"rope.dimension_sections": [4, 2, 2, 0]}),
+                       {"rope.dimension_sections": [3, 3, 2, 0]}),
     "minimax-m2": Case(
         "minimax_m2",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "rope_parameters": HALF},
@@ -140,7 +146,8 @@ CASES = {
                     {**SLIDING, "logit_scale": 0.25}),
     "lfm2moe": Case(
         "lfm2_moe",
-        {**SMALL_EXPERTS, "tie_word_embeddings": True, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "conv_L_cache": 3},
+        {**SMALL_EXPERTS, "tie_word_embeddings": True, "layer_types": ["conv", "full_attention"],
+         "num_dense_layers": 1, "conv_L_cache": 3},
         {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3, "leading_dense_block_count": 1,
          "expert_gating_func": SIGMOID, "attention.layer_norm_rms_epsilon": 1e-5},
         {"feed_forward.expert_bias": "exp_probs_b.bias"},
@@ -169,13 +176,13 @@ def described(kind: str, case: Case, config: Any) -> dict[str, Any]:
 
 
 def write_decoder(kind: str, file: Path, *, packed: bool = True) -> Any:
-    """Write a tiny random decoder as a GGUF file, and return transformers' model with the values of the file.
+    """Write the decoder of CASES[kind] as a GGUF file, and return transformers' model with the values of the file.
 
-    The file's matrices are Q8_0, or F32 if not `packed`.
+    Its weights are random. The file's matrices are Q8_0, or F32 if not `packed`.
     """
     import gguf as package
 
-    case = CASES[kind]
+    case, kind = CASES[kind], kind.split()[0]
     config = AutoConfig.for_model(case.model, **{**SIZES, **case.changes})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()

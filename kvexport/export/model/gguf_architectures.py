@@ -403,9 +403,8 @@ ARCHITECTURES = {
     ),
     "command-r": Architecture(
         "cohere",
-        {**_without(_LLAMA, "ffn_norm"), **_HEAD_NORMS},
+        _without(_LLAMA, "ffn_norm"),
         {"logit_scale": "logit_scale"},
-        present={"use_qk_norm": "attn_q_norm.weight"},
         norm="layer_norm_eps",
     ),
     "cohere2": Architecture(

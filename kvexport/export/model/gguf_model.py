@@ -329,7 +329,9 @@ def _scaling(gguf: Gguf, kind: str, base: float, size: int | None) -> dict[str, 
         return {
             "rope_type": "yarn",
             "factor": shortest(factor),
-            "original_max_position_embeddings": meta[f"{scaling}original_context_length"],
+            "original_max_position_embeddings": meta.get(
+                f"{scaling}original_context_length", meta[f"{kind}.context_length"]
+            ),
             "beta_fast": shortest(meta.get(f"{scaling}yarn_beta_fast", 32.0)),
             "beta_slow": shortest(meta.get(f"{scaling}yarn_beta_slow", 1.0)),
             **more,

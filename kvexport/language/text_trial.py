@@ -7,7 +7,9 @@ renders and encodes a few conversations in the child process.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -36,7 +38,7 @@ _TEXTS = ("", "Hello, world! 123", "ab " * 300, "\u00e9\u4e2d\U0001f600 \n\t")
 
 
 def try_texts(folder: Path) -> None:
-    command = [sys.executable, "-m", __name__, str(folder.resolve()), str(_SECONDS)]
+    command = [sys.executable, "-m", __name__, str(folder.resolve()), str(_SECONDS), str(os.getpid())]
     root = str(Path(__file__).resolve().parents[2])
     environment = {"PATH": "", "PYTHONPATH": ":".join([root, *sys.path]), "TOKENIZERS_PARALLELISM": "false"}
     try:
@@ -92,6 +94,10 @@ def _try(folder: Path) -> str:
 def _main() -> None:
     import resource
 
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: this process ends with its parent
+        if os.getppid() != int(sys.argv[3]):  # the parent ended before the call
+            sys.exit(1)
     # Below the hard limit, at which it kills without a reason, the system sends SIGXCPU.
     seconds = int(sys.argv[2])
     limits = (

@@ -11,6 +11,7 @@ import torch
 from transformers import (
     AutoModelForImageTextToText,
     Gemma3TextConfig,
+    Gemma4UnifiedConfig,
     Mistral3Config,
     MistralConfig,
     PixtralVisionConfig,
@@ -32,6 +33,23 @@ PIXTRAL = PixtralVisionConfig(hidden_size=32, intermediate_size=32, num_hidden_l
 WRAPPERS: dict[str, Callable[[], Any]] = {
     "qwen3_vl": lambda: Qwen3VLConfig(
         text_config={**TEXT, "head_dim": 16, "rope_parameters": ROPE}, vision_config=QWEN_VISION, **TOKENS
+    ),
+    "gemma4_unified": lambda: Gemma4UnifiedConfig(
+        text_config={
+            **TEXT,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "sliding_window": 24,
+            "pad_token_id": 0,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+        },
+        vision_config={"hidden_size": 32},
+        audio_config=None,
+        image_token_id=99,
+        video_token_id=98,
+        audio_token_id=97,
     ),
     "mistral3": lambda: Mistral3Config(
         text_config=MistralConfig(**TEXT, head_dim=16), vision_config=PIXTRAL, image_token_index=99

@@ -1,7 +1,12 @@
 """Tests of a checkpoint's small files: they are read before they are published, and foreign files are refused."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -116,6 +121,31 @@ def test_the_trial_of_a_tokenizer_is_limited_by_processor_time_and_not_by_the_cl
     start.write_text("import threading\nthreading.Thread(target=lambda: [None for _ in iter(int, 1)]).start()\n")
     with pytest.raises(UsageError, match="longer than 3 seconds of processor time"):
         copied(checkpoint, tmp_path / "another")
+
+
+def status(process: Path) -> str:
+    with suppress(OSError):  # the process has ended
+        return (process / "status").read_text()
+    return ""
+
+
+def test_the_trial_of_a_tokenizer_ends_with_the_process_that_started_it(checkpoint: Path) -> None:
+    if sys.platform != "linux":
+        pytest.skip("not reached: other systems do not end a process with its parent")
+    (checkpoint / "tokenizer.json").unlink()
+    os.mkfifo(checkpoint / "tokenizer.json")  # the trial waits for a writer
+    started = (
+        "import pathlib, sys; from kvexport.language.text_trial import try_texts as t; t(pathlib.Path(sys.argv[1]))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", started, str(checkpoint)])
+    with (checkpoint / "tokenizer.json").open("w"):  # opens when the trial reads
+        trial = next(x for x in Path("/proc").glob("[0-9]*") if f"PPid:\t{parent.pid}\n" in status(x))
+        parent.kill()
+        parent.wait()
+        limit = time.monotonic() + 5
+        while "State:\t" in (now := status(trial)) and "State:\tZ" not in now:
+            assert time.monotonic() < limit
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

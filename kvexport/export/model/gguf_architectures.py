@@ -6,7 +6,7 @@ Source: llama.cpp's gguf-py/gguf/constants.py and convert_hf_to_gguf.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,14 +29,15 @@ _FOUR_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_CORRECTIONS = ("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias", "feed_forward.expert_bias")
 GATE_EXPERTS, UP_EXPERTS, DOWN_EXPERTS = "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"
 EXPERTS = (GATE_EXPERTS, UP_EXPERTS, DOWN_EXPERTS)
 """llama.cpp's names of the tensors that have the matrices of all experts of a layer."""
-BARE = ("self_attn.sinks",)
+BARE = ("self_attn.sinks", "mlp.gate.moe_statics.e_score_correction_bias", *_CORRECTIONS)
 """Parameters of transformers whose names end neither in .weight nor in .bias."""
 SQUEEZED = ("conv.conv",)
 """Modules of transformers whose weight [channels, 1, taps] a GGUF file stores as [channels, taps]."""
-ONE_ROW = ("mlp.shared_expert_gate",)
+ONE_ROW = ("mlp.shared_expert_gate", "mlp.gate.moe_statics.e_score_correction_bias")
 """Modules of transformers whose weight [1, inputs] a GGUF file may store as [inputs]."""
 
 Meta = Mapping[str, Any]
@@ -46,8 +47,12 @@ Meta = Mapping[str, Any]
 @dataclass(frozen=True)
 class Architecture:
     model_type: str  # transformers' name
-    model_class: str  # name of transformers' class
     names: Mapping[str, str]  # llama.cpp's names of tensors, without layer and ending -> transformers' names
+    keys: Mapping[str, str] = field(default_factory=dict)  # entries of config.json -> keys of the metadata
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # entries of config.json that the metadata does not have
+    # Entries of config.json that say whether there are such tensors -> the tensor's name in a layer
+    present: Mapping[str, str] = field(default_factory=dict)
+    norm: str = "rms_norm_eps"  # config.json's name of what norms add to the variance; empty if it has no such entry
     pairs: bool = False  # whether rows of query and key weights are stored as rotary pairs (2i, 2i + 1)
     # Whether the file stores the weights of norms plus 1 (the module of transformers adds the 1 itself)
     shifted: bool = False
@@ -62,70 +67,33 @@ def shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _qwen3_moe(meta: Meta, _: Any) -> dict[str, Any]:
-    # llama.cpp always normalizes the weights of the chosen experts, so GGUF files have no key for it.
-    return {
-        "num_experts": meta["expert_count"],
-        "num_experts_per_tok": meta["expert_used_count"],
-        "moe_intermediate_size": meta["expert_feed_forward_length"],
-        "norm_topk_prob": True,
-    }
+def _windows(meta: Meta) -> dict[str, Any]:
+    """Return the layers with a sliding window: those that the metadata marks, or all but every fourth."""
+    count, window = meta["block_count"], meta.get("attention.sliding_window")
+    pattern = meta.get("attention.sliding_window_pattern") or [bool((i + 1) % 4) for i in range(count)]
+    kinds = ["sliding_attention" if window and slides else "full_attention" for slides in pattern]
+    return {"sliding_window": window, "layer_types": kinds}
 
 
 def _linear_attention(meta: Meta, rope: dict[str, Any]) -> dict[str, Any]:
     layers, every = range(meta["block_count"] - meta.get("nextn_predict_layers", 0)), meta["full_attention_interval"]
     sections = [size for size in meta.get("rope.dimension_sections", ()) if size]
     return {
-        "num_hidden_layers": len(layers),
         "layer_types": ["linear_attention" if (i + 1) % every else "full_attention" for i in layers],
-        "linear_conv_kernel_dim": meta["ssm.conv_kernel"],
-        "linear_key_head_dim": meta["ssm.state_size"],
-        "linear_num_key_heads": meta["ssm.group_count"],
-        "linear_num_value_heads": meta["ssm.time_step_rank"],
         "linear_value_head_dim": meta["ssm.inner_size"] // meta["ssm.time_step_rank"],
         "rope_parameters": {**rope, **({"mrope_section": sections, "mrope_interleaved": True} if sections else {})},
     }
 
 
-def _linear_attention_and_experts(meta: Meta, rope: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **_linear_attention(meta, rope),
-        **_qwen3_moe(meta, rope),
-        "shared_expert_intermediate_size": meta["expert_shared_feed_forward_length"],
-    }
-
-
 def _gpt_oss(meta: Meta, _: Any) -> dict[str, Any]:
     layers = range(meta["block_count"])
-    return {
-        "num_local_experts": meta["expert_count"],
-        "num_experts_per_tok": meta["expert_used_count"],
-        "intermediate_size": meta["expert_feed_forward_length"],
-        "sliding_window": meta["attention.sliding_window"],
-        "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in layers],
-        "attention_bias": True,
-    }
-
-
-def _granite(meta: Meta, _: Any) -> dict[str, Any]:
-    return {
-        "attention_multiplier": shortest(meta["attention.scale"]),
-        "embedding_multiplier": shortest(meta["embedding_scale"]),
-        "residual_multiplier": shortest(meta["residual_scale"]),
-        "logits_scaling": shortest(meta["logit_scale"]),
-    }
+    return {"layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in layers]}
 
 
 def _gemma2(meta: Meta, _: Any) -> dict[str, Any]:
     # llama.cpp scales queries by another number only in the 27B model, which has 46 layers.
     scalar = meta["embedding_length"] // meta["attention.head_count"]
-    return {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attn_logit_softcapping": shortest(meta["attn_logit_softcapping"]),
-        "final_logit_softcapping": shortest(meta["final_logit_softcapping"]),
-        "sliding_window": meta["attention.sliding_window"],
-        "query_pre_attn_scalar": scalar if meta["block_count"] == 46 else meta["attention.key_length"],
-    }
+    return {"query_pre_attn_scalar": scalar if meta["block_count"] == 46 else meta["attention.key_length"]}
 
 
 def _gemma3(meta: Meta, rope: dict[str, Any]) -> dict[str, Any]:
@@ -133,8 +101,6 @@ def _gemma3(meta: Meta, rope: dict[str, Any]) -> dict[str, Any]:
     # window rotate by a base of 10,000, which GGUF files do not store.
     scalar = meta["embedding_length"] // meta["attention.head_count"]
     return {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "sliding_window": meta["attention.sliding_window"],
         "query_pre_attn_scalar": scalar if meta["block_count"] == 62 else meta["attention.key_length"],
         "layer_types": ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(meta["block_count"])],
         "rope_parameters": {
@@ -144,8 +110,10 @@ def _gemma3(meta: Meta, rope: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _phi3(meta: Meta, _: Any) -> dict[str, Any]:
-    return {"sliding_window": meta.get("attention.sliding_window")}
+def _glm4(meta: Meta, _: Any) -> dict[str, Any]:
+    if any(meta.get("rope.dimension_sections", ())):
+        raise ValueError("a GLM with images stores its queries and keys in another order")
+    return {}
 
 
 def _lfm2(meta: Meta, _: Any) -> dict[str, Any]:
@@ -153,49 +121,162 @@ def _lfm2(meta: Meta, _: Any) -> dict[str, Any]:
     return {
         "num_key_value_heads": max(heads),
         "layer_types": ["full_attention" if count else "conv" for count in heads],
-        "block_auto_adjust_ff_dim": False,
-        "norm_eps": shortest(meta["attention.layer_norm_rms_epsilon"]),
-        "conv_L_cache": meta["shortconv.l_cache"],
-        "conv_bias": False,
     }
 
 
-_HYBRID_NAMES = {
-    **{name: mine for name, mine in _NAMES.items() if name != "ffn_norm"},
+def _mistral3(meta: Meta, rope: dict[str, Any]) -> dict[str, Any]:
+    if "attention.temperature_scale" not in meta:  # Mistral Small 3, whose decoder is a Llama
+        return {"model_type": "llama"}
+    beta, scale = (shortest(meta[key]) for key in ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"))
+    return {"rope_parameters": {**rope, "llama_4_scaling_beta": beta, "mscale": 1.0, "mscale_all_dim": scale}}
+
+
+def _olmo2(meta: Meta, rope: dict[str, Any]) -> dict[str, Any]:
+    if "attention.sliding_window" not in meta:
+        return {}
+    sliding = {"rope_theta": rope["rope_theta"], "rope_type": "default"}
+    ropes = {"rope_parameters": {"full_attention": rope, "sliding_attention": sliding}}
+    return {"model_type": "olmo3", **_windows(meta), **ropes}
+
+
+def _without(names: Mapping[str, str], *left_out: str) -> dict[str, str]:
+    return {name: mine for name, mine in names.items() if name not in left_out}
+
+
+_LLAMA = {**_NAMES, **_MLP}
+_UP_DOWN = {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_ROUTED = {"ffn_gate_inp": "mlp.gate", **dict.fromkeys(EXPERTS, "mlp.experts")}
+_SECOND_NORM = {**_without(_NAMES, "ffn_norm"), "post_attention_norm": "post_attention_layernorm"}
+_NORMS_BEHIND = {
+    **_without(_LLAMA, "attn_norm", "ffn_norm"),
     **_HEAD_NORMS,
     "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
-_SHARED_EXPERTS = {
-    "ffn_gate_inp": "mlp.gate",
+_SHARED_EXPERT = {
+    **_ROUTED,
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    **dict.fromkeys(EXPERTS, "mlp.experts"),
 }
+_SHARED_EXPERTS = {
+    **_ROUTED,
+    **_MLP,  # of the first layers
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_CHOSEN = {"num_experts_per_tok": "expert_used_count"}
+_LOCAL = {**_CHOSEN, "num_local_experts": "expert_count"}
+_EXPERTS = {
+    **_CHOSEN,
+    "num_experts": "expert_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
+_WITH_SHARED = {**_EXPERTS, "shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+_DEEPSEEK = {
+    **_CHOSEN,
+    "n_routed_experts": "expert_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+}
+_DELTA = {
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+}
+_MULTIPLIERS = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+_LFM2 = {
+    "token_embd": "model.embed_tokens",
+    "token_embd_norm": "model.embedding_norm",
+    "output": "lm_head",
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
+_CONV = {"conv_L_cache": "shortconv.l_cache"}
+_TANH, _NORMALIZED = {"hidden_activation": "gelu_pytorch_tanh"}, {"norm_topk_prob": True}
+_SOFTCAPS = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "sliding_window": "attention.sliding_window",
+}
+_QWEN3_MOE = Architecture(
+    # llama.cpp always normalizes the weights of the chosen experts, so GGUF files have no key for it.
+    "qwen3_moe",
+    {**_NAMES, **_HEAD_NORMS, **_ROUTED},
+    _EXPERTS,
+    _NORMALIZED,
+)
+# Decoders that are those of transformers' Llama
+_PAIRED_LLAMA = Architecture("llama", _LLAMA, pairs=True)
 ARCHITECTURES = {
-    "llama": Architecture("llama", "LlamaForCausalLM", {**_NAMES, **_MLP}, pairs=True),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", {**_NAMES, **_MLP}),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {**_NAMES, **_MLP, **_HEAD_NORMS}),
-    "qwen3moe": Architecture(
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        {**_NAMES, **_HEAD_NORMS, "ffn_gate_inp": "mlp.gate", **dict.fromkeys(EXPERTS, "mlp.experts")},
-        config=_qwen3_moe,
+    "llama": _PAIRED_LLAMA,
+    "internlm2": _PAIRED_LLAMA,
+    "exaone": Architecture("llama", _LLAMA),
+    "arcee": Architecture("arcee", {**_NAMES, **_UP_DOWN}, fixed={"hidden_act": "relu2"}, pairs=True),
+    "smollm3": Architecture("smollm3", _LLAMA, fixed={"no_rope_layer_interval": 4}, pairs=True),
+    "mistral3": Architecture("ministral3", _LLAMA, pairs=True, config=_mistral3),
+    "ernie4_5": Architecture("ernie4_5", _LLAMA),
+    "seed_oss": Architecture("seed_oss", {**_SECOND_NORM, **_MLP}, present={"attention_bias": "attn_q.bias"}),
+    "hunyuan-dense": Architecture(
+        "hunyuan_v1_dense",
+        {**_LLAMA, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+        present={"attention_bias": "attn_q.bias"},
     ),
+    "exaone4": Architecture("exaone4", _NORMS_BEHIND, config=lambda meta, _: _windows(meta)),
+    "olmo": Architecture(
+        "olmo",
+        _without(_LLAMA, "attn_norm", "ffn_norm", "output_norm"),
+        norm="",
+        pairs=True,
+        config=lambda meta, _: {"clip_qkv": meta.get("attention.clamp_kqv")},
+    ),
+    "olmo2": Architecture("olmo2", _NORMS_BEHIND, config=_olmo2),
+    "olmoe": Architecture("olmoe", {**_NAMES, **_HEAD_NORMS, **_ROUTED}, _CHOSEN | {"num_experts": "expert_count"}),
+    "qwen2": Architecture("qwen2", _LLAMA),
+    "qwen2vl": Architecture("qwen2", _LLAMA),  # the three positions of a token of text are equal
+    "qwen2moe": Architecture("qwen2_moe", {**_NAMES, **_SHARED_EXPERT}, _WITH_SHARED, {"norm_topk_prob": False}),
+    "qwen3": Architecture("qwen3", {**_LLAMA, **_HEAD_NORMS}),
+    "qwen3vl": Architecture("qwen3", {**_LLAMA, **_HEAD_NORMS}),
+    "qwen3moe": _QWEN3_MOE,
+    "qwen3vlmoe": _QWEN3_MOE,
     "qwen3next": Architecture(
         "qwen3_next",
-        "Qwen3NextForCausalLM",
-        {**_HYBRID_NAMES, **_SHARED_EXPERTS},
+        {**_SECOND_NORM, **_HEAD_NORMS, **_SHARED_EXPERT},
+        _DELTA | _WITH_SHARED,
+        _NORMALIZED,
         shifted=True,
         partial=True,
         linear="qwen3next",
-        config=_linear_attention_and_experts,
+        config=_linear_attention,
     ),
     "qwen35": Architecture(
         "qwen3_5_text",
-        "Qwen3_5ForCausalLM",
-        {**_HYBRID_NAMES, **_MLP},
+        {**_SECOND_NORM, **_HEAD_NORMS, **_MLP},
+        _DELTA,
         shifted=True,
         partial=True,
         linear="qwen35",
@@ -203,66 +284,168 @@ ARCHITECTURES = {
     ),
     "qwen35moe": Architecture(
         "qwen3_5_moe_text",
-        "Qwen3_5MoeForCausalLM",
-        {**_HYBRID_NAMES, **_SHARED_EXPERTS},
+        {**_SECOND_NORM, **_HEAD_NORMS, **_SHARED_EXPERT},
+        _DELTA | _WITH_SHARED,
+        _NORMALIZED,
         shifted=True,
         partial=True,
         linear="qwen35",
-        config=_linear_attention_and_experts,
+        config=_linear_attention,
     ),
     "gpt-oss": Architecture(
         "gpt_oss",
-        "GptOssForCausalLM",
+        {**_SECOND_NORM, **_ROUTED, "attn_sinks": "self_attn.sinks", "ffn_gate_inp": "mlp.router"},
         {
-            **{name: mine for name, mine in _NAMES.items() if name != "ffn_norm"},
-            "post_attention_norm": "post_attention_layernorm",
-            "attn_sinks": "self_attn.sinks",
-            "ffn_gate_inp": "mlp.router",
-            **dict.fromkeys(EXPERTS, "mlp.experts"),
+            **_LOCAL,
+            "intermediate_size": "expert_feed_forward_length",
+            "sliding_window": "attention.sliding_window",
         },
+        {"attention_bias": True},
         config=_gpt_oss,
     ),
-    "granite": Architecture("granite", "GraniteForCausalLM", {**_NAMES, **_MLP}, pairs=True, config=_granite),
+    "minimax-m2": Architecture(
+        "minimax_m2",
+        {**_NAMES, **_HEAD_NORMS, **_ROUTED, "exp_probs_b": "mlp.e_score_correction_bias"},
+        {**_LOCAL, "intermediate_size": "expert_feed_forward_length"},
+        partial=True,
+    ),
+    "glm4": Architecture(
+        "glm4",
+        {
+            **_NAMES,
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+            "ffn_down": "mlp.down_proj",
+        },
+        present={"attention_bias": "attn_q.bias"},
+        partial=True,
+        config=_glm4,
+    ),
+    "glm4moe": Architecture(
+        "glm4_moe",
+        {**_SECOND_NORM, **_HEAD_NORMS, **_SHARED_EXPERTS},
+        _DEEPSEEK,
+        {"n_group": 1, "topk_group": 1},
+        present={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
+        partial=True,
+    ),
+    "dots1": Architecture(
+        "dots1",
+        {**_NAMES, **_HEAD_NORMS, **_SHARED_EXPERTS},
+        _DEEPSEEK,
+        {"n_group": 1, "topk_group": 1},
+    ),
+    "ernie4_5-moe": Architecture(
+        "ernie4_5_moe",
+        {**_NAMES, **_SHARED_EXPERTS, "exp_probs_b": "mlp.gate.moe_statics.e_score_correction_bias"},
+        {
+            "moe_num_experts": "expert_count",
+            "moe_k": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "moe_num_shared_experts": "expert_shared_count",
+            "moe_layer_start_index": "leading_dense_block_count",
+            "moe_layer_interval": "interleave_moe_layer_step",
+        },
+        config=lambda meta, _: {"moe_layer_end_index": meta["block_count"] - 1},
+    ),
+    "granite": Architecture("granite", _LLAMA, _MULTIPLIERS, pairs=True),
+    "granitemoe": Architecture(
+        "granitemoe",
+        {
+            **_NAMES,
+            "ffn_gate_inp": "block_sparse_moe.router",
+            **dict.fromkeys(EXPERTS, "block_sparse_moe.experts"),
+        },
+        _MULTIPLIERS | _LOCAL,
+        pairs=True,
+    ),
+    "phi2": Architecture(
+        "phi",
+        {
+            **_without(_NAMES, "ffn_norm"),
+            "output_norm": "model.final_layernorm",
+            "attn_output": "self_attn.dense",
+            "ffn_up": "mlp.fc1",
+            "ffn_down": "mlp.fc2",
+        },
+        fixed={"hidden_act": "gelu_new"},
+        norm="layer_norm_eps",
+        partial=True,
+    ),
     "phi3": Architecture(
         "phi3",
-        "Phi3ForCausalLM",
         {**_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
         partial=True,
-        config=_phi3,
+        config=lambda meta, _: {"sliding_window": meta.get("attention.sliding_window")},
+    ),
+    "stablelm": Architecture(
+        "stablelm",
+        _LLAMA,
+        {"use_parallel_residual": "use_parallel_residual"},
+        present={"use_qkv_bias": "attn_q.bias"},
+        norm="layer_norm_eps",
+        partial=True,
+    ),
+    "starcoder2": Architecture(
+        "starcoder2",
+        {**_NAMES, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        fixed={"hidden_act": "gelu_pytorch_tanh", "sliding_window": None},
+        norm="norm_epsilon",
+    ),
+    "nemotron": Architecture(
+        "nemotron",
+        {**_NAMES, **_UP_DOWN},
+        fixed={"hidden_act": "relu2"},
+        norm="norm_eps",
+        shifted=True,
+        partial=True,
+    ),
+    "command-r": Architecture(
+        "cohere",
+        _without(_LLAMA, "ffn_norm"),
+        {"logit_scale": "logit_scale"},
+        norm="layer_norm_eps",
+    ),
+    "cohere2": Architecture(
+        "cohere2",
+        _without(_LLAMA, "ffn_norm"),
+        {"logit_scale": "logit_scale"},
+        norm="layer_norm_eps",
+        config=lambda meta, _: _windows(meta),
     ),
     "lfm2": Architecture(
         "lfm2",
-        "Lfm2ForCausalLM",
-        {
-            "token_embd": "model.embed_tokens",
-            "token_embd_norm": "model.embedding_norm",
-            "output": "lm_head",
-            "attn_norm": "operator_norm",
-            "ffn_norm": "ffn_norm",
-            "attn_q": "self_attn.q_proj",
-            "attn_k": "self_attn.k_proj",
-            "attn_v": "self_attn.v_proj",
-            "attn_output": "self_attn.out_proj",
-            "attn_q_norm": "self_attn.q_layernorm",
-            "attn_k_norm": "self_attn.k_layernorm",
-            "shortconv.conv": "conv.conv",
-            "shortconv.in_proj": "conv.in_proj",
-            "shortconv.out_proj": "conv.out_proj",
-            "ffn_gate": "feed_forward.w1",
-            "ffn_up": "feed_forward.w3",
-            "ffn_down": "feed_forward.w2",
-        },
+        _LFM2,
+        _CONV,
+        {"conv_bias": False, "block_auto_adjust_ff_dim": False},
+        norm="norm_eps",
         config=_lfm2,
     ),
-    "gemma2": Architecture(
-        "gemma2", "Gemma2ForCausalLM", {**_NAMES, **_MLP, **_FOUR_NORMS}, shifted=True, config=_gemma2
+    "lfm2moe": Architecture(
+        "lfm2_moe",
+        {
+            **_LFM2,
+            "ffn_gate_inp": "feed_forward.gate",
+            "exp_probs_b": "feed_forward.expert_bias",
+            **dict.fromkeys(EXPERTS, "feed_forward.experts"),
+        },
+        _CONV | _EXPERTS | {"num_dense_layers": "leading_dense_block_count"},
+        {"conv_bias": False, "norm_topk_prob": True, "use_expert_bias": True},
+        norm="norm_eps",
+        config=_lfm2,
     ),
+    "gemma": Architecture("gemma", _LLAMA, fixed={"hidden_act": "gelu_pytorch_tanh"}, shifted=True),
+    "gemma2": Architecture("gemma2", {**_LLAMA, **_FOUR_NORMS}, _SOFTCAPS, _TANH, shifted=True, config=_gemma2),
     "gemma3": Architecture(
         "gemma3_text",
-        "Gemma3ForCausalLM",
-        {**_NAMES, **_MLP, **_FOUR_NORMS, **_HEAD_NORMS},
+        {**_LLAMA, **_FOUR_NORMS, **_HEAD_NORMS},
+        {"sliding_window": "attention.sliding_window"},
+        _TANH,
         shifted=True,
         config=_gemma3,
     ),
 }
 """The architectures, by llama.cpp's name."""
+MIXTRAL = Architecture("mixtral", {**_NAMES, **_ROUTED}, _LOCAL, pairs=True)
+"""The architecture that llama.cpp names llama as well, in files with experts."""

@@ -24,6 +24,7 @@ from kvexport.export.model.gguf_architectures import (
     DOWN_EXPERTS,
     EXPERTS,
     GATE_EXPERTS,
+    MIXTRAL,
     ONE_ROW,
     SQUEEZED,
     UP_EXPERTS,
@@ -39,11 +40,11 @@ from kvexport.tensor_files.shards import TensorEntry
 _TENSOR = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+?)(?:\.(weight|bias))?")
 _PAIRED_BIASES = ("_q.bias", "_k.bias")
 _ROPE_FACTORS = "rope_freqs.weight"
-# The rotary settings of Llama 3.1 and 3.2. A GGUF file has only the factors that follow from these settings
-# (transformers' _compute_llama3).
+# The rotary settings of Llama 3.1, EXAONE 4 and Llama 3.2. A GGUF file has only the factors that follow from these
+# settings (transformers' _compute_llama3).
 _LLAMA3 = [
     {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    for factor in (8.0, 32.0)
+    for factor in (8.0, 16.0, 32.0)
 ]
 # GGUF files that are no models, by their general.type or general.architecture: what they are, and what to use instead.
 _ENCODER = ("the encoder of images or sounds for a model", "take the model's own file, without mmproj in its name")
@@ -96,7 +97,7 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
             computed[name] = GgufWeight(entry, heads)
         elif entry.dtype in LAYOUTS:
             raise UsageError(f"tensor {stored!r} of {gguf.file} is {entry.dtype} of shape {list(entry.shape)}")
-        elif architecture.shifted and own.endswith("norm"):
+        elif architecture.shifted and own.endswith("norm") and ending == "weight":
             computed[name] = SmallTensor(name, (entry,), -1.0)
         elif own in ONE_ROW and len(entry.shape) == 1:
             plain[name] = replace(entry, shape=(1, *entry.shape))
@@ -223,7 +224,8 @@ def _architecture(gguf: Gguf) -> tuple[str, Architecture]:
             f"{gguf.file} holds a {str(kind)[:40]!r}, expected one of {', '.join(ARCHITECTURES)}",
             "set model.path to the checkpoint that the file was made of",
         )
-    return str(kind), ARCHITECTURES[kind]
+    experts = kind == "llama" and gguf.metadata.get("llama.expert_count")
+    return str(kind), MIXTRAL if experts else ARCHITECTURES[kind]
 
 
 def cached_texts(gguf: Gguf) -> Path:
@@ -270,8 +272,7 @@ def _config(gguf: Gguf) -> dict[str, Any]:
     rope = {"rope_theta": base, "rope_type": "default", **_scaling(gguf, kind, base, rotated)}
     if architecture.partial and rotated:
         rope["partial_rotary_factor"] = rotated / (size or meta["embedding_length"] // heads)
-    config = {
-        "architectures": [architecture.model_class],
+    config: dict[str, Any] = {
         "model_type": architecture.model_type,
         "dtype": "float32",
         "hidden_act": "silu",
@@ -279,15 +280,24 @@ def _config(gguf: Gguf) -> dict[str, Any]:
         **_inner_size(meta),
         "max_position_embeddings": meta["context_length"],
         "num_attention_heads": heads,
-        "num_hidden_layers": meta["block_count"],
+        "num_hidden_layers": meta["block_count"] - meta.get("nextn_predict_layers", 0),
         "num_key_value_heads": meta.get("attention.head_count_kv", heads),
-        "rms_norm_eps": shortest(meta["attention.layer_norm_rms_epsilon"]),
         "rope_parameters": rope,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "vocab_size": meta.get("vocab_size") or gguf.tensors["token_embd.weight"].shape[0],
         **({"head_dim": size} if size else {}),
+        **{name: meta[key] for name, key in architecture.keys.items()},
+        **architecture.fixed,
+        **{
+            name: any(stored.endswith(tensor) for stored in gguf.tensors)
+            for name, tensor in architecture.present.items()
+        },
     }
-    return {**config, **architecture.config(meta, rope)}
+    if architecture.norm:
+        rms, other = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+        config[architecture.norm] = meta[other if other in meta and rms not in meta else rms]
+    config |= architecture.config(meta, rope)
+    return {key: shortest(value) if isinstance(value, float) else value for key, value in config.items()}
 
 
 def _inner_size(meta: Mapping[str, Any]) -> dict[str, int]:
@@ -313,15 +323,24 @@ def _scaling(gguf: Gguf, kind: str, base: float, size: int | None) -> dict[str, 
             f"{gguf.file} has factors of rotary frequencies ({_ROPE_FACTORS}) that are not Llama 3's",
             "set model.path to the checkpoint that the file was made of",
         )
-    if named == "yarn" and kind == "gpt-oss":
-        length = meta[f"{kind}.rope.scaling.original_context_length"]
-        more = {"original_max_position_embeddings": length, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-        return {"rope_type": "yarn", "factor": shortest(factor), **more}
+    if named == "yarn" and meta.get(f"{kind}.rope.scaling.attn_factor", 1.0) == 1:
+        scaling = f"{kind}.rope.scaling."
+        more = {"truncate": False} if kind == "gpt-oss" else {}
+        return {
+            "rope_type": "yarn",
+            "factor": shortest(factor),
+            "original_max_position_embeddings": meta.get(
+                f"{scaling}original_context_length", meta[f"{kind}.context_length"]
+            ),
+            "beta_fast": shortest(meta.get(f"{scaling}yarn_beta_fast", 32.0)),
+            "beta_slow": shortest(meta.get(f"{scaling}yarn_beta_slow", 1.0)),
+            **more,
+        }
     if named == "linear" and factor != 1:
         return {"rope_type": "linear", "factor": shortest(factor)}
     if named not in ("linear", "none"):
         raise UsageError(
-            f"{gguf.file} scales rotary frequencies by {str(named)[:40]!r}, expected linear or none",
+            f"{gguf.file} scales rotary frequencies by {str(named)[:40]!r}, expected linear, yarn or none",
             "set model.path to the checkpoint that the file was made of",
         )
     return {}

@@ -68,6 +68,9 @@ def build_fake(config: Any, dtype: torch.dtype, max_length: int) -> tuple[Any, F
 
 
 def on_meta(config: Any, dtype: torch.dtype, max_length: int, attention: str = IMPLEMENTATION) -> Any:
+    text = config.get_text_config()
+    if getattr(text, "use_bidirectional_attention", None) == "vision":  # among the tokens of an image, not in text
+        text.use_bidirectional_attention = None
     with torch.device("meta"):
         experts = EXPERTS if attention == IMPLEMENTATION else "eager"
         model = auto_class(config).from_config(

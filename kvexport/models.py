@@ -207,7 +207,7 @@ def find_artifact(
 
     with progress("reading the checkpoint", None):
         model, adapter = recipe.recipe.model, recipe.recipe.weights.merge_adapter
-        checkpoint = open_checkpoint(model.path, model.revision, adapter=adapter)
+        checkpoint = open_checkpoint(model.path, model.revision, adapter=adapter, mmproj=model.mmproj)
     folder = cache_folder("artifacts") / f"{recipe.name}-{_key(recipe, checkpoint, calibrate)[:16]}"
     if is_artifact(folder):
         return folder

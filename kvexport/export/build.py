@@ -63,8 +63,8 @@ def read_model(recipe: Recipe, checkpoint: Checkpoint | None = None, *, weights:
 def _checkpoint_of(recipe: Recipe, *, weights: bool = True) -> Checkpoint:
     from kvexport.export.model.checkpoint import open_checkpoint
 
-    path, revision, adapter = recipe.model.path, recipe.model.revision, recipe.weights.merge_adapter
-    return open_checkpoint(path, revision, weights=weights, adapter=adapter)
+    model, adapter = recipe.model, recipe.weights.merge_adapter
+    return open_checkpoint(model.path, model.revision, weights=weights, adapter=adapter, mmproj=model.mmproj)
 
 
 def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:

@@ -24,7 +24,7 @@ from kvexport.recipe.parse import Entry, Findings, Leaf, Tree, plain, shown_key
 
 Key: TypeAlias = "tuple[str, ...]"
 PATH: Key = ("model", "path")
-FILES: tuple[Key, ...] = (("weights", "merge_adapter"),)
+FILES: tuple[Key, ...] = (("weights", "merge_adapter"), ("model", "mmproj"))
 """Keys whose value is the path of a file or folder, relative to the recipe's file."""
 METHOD: Key = ("cache", "method")
 PARAMETERS: Key = ("cache", "parameters")

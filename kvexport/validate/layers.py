@@ -50,7 +50,7 @@ def first_layers(
             "--layers compares layers of a checkpoint as it is, and this artifact's weights have an adapter added",
             "no --layers, which compares all layers",
         )
-    source = open_checkpoint(checkpoint or recipe.model.path, recipe.model.revision)
+    source = open_checkpoint(checkpoint or recipe.model.path, recipe.model.revision, mmproj=recipe.model.mmproj)
     require_checkpoint(source, manifest, path)
     source.require_folder("--layers")
     with (

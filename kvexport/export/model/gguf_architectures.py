@@ -177,6 +177,9 @@ ARCHITECTURES = {
     "llama": Architecture("llama", "LlamaForCausalLM", {**_NAMES, **_MLP}, pairs=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", {**_NAMES, **_MLP}),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {**_NAMES, **_MLP, **_HEAD_NORMS}),
+    # The positions of text are those of a Qwen2 or Qwen3; `gguf_vision` adds those of images.
+    "qwen2vl": Architecture("qwen2", "Qwen2ForCausalLM", {**_NAMES, **_MLP}),
+    "qwen3vl": Architecture("qwen3", "Qwen3ForCausalLM", {**_NAMES, **_MLP, **_HEAD_NORMS}),
     "qwen3moe": Architecture(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",

@@ -206,7 +206,8 @@ def find_artifact(
     from kvexport.export.model.checkpoint import open_checkpoint
 
     with progress("reading the checkpoint", None):
-        checkpoint = open_checkpoint(recipe.recipe.model.path, recipe.recipe.model.revision)
+        named = recipe.recipe.model
+        checkpoint = open_checkpoint(named.path, named.revision, mmproj=named.mmproj)
     folder = cache_folder("artifacts") / f"{recipe.name}-{_key(recipe, checkpoint, calibrate)[:16]}"
     if is_artifact(folder):
         return folder

@@ -19,6 +19,7 @@ from kvexport.commands.options import (
     ModelArgument,
     SetOption,
     backend_option,
+    model_option,
     output_option,
 )
 from kvexport.commands.output import print_json
@@ -47,6 +48,10 @@ def build(
     max_length: MaxLengthOption = None,
     calibrate: CalibrateOption = None,
     overrides: SetOption = None,
+    mmproj: Annotated[
+        Path | None,
+        model_option(metavar="FILE", help="The image encoder of a model in a GGUF file (mmproj-....gguf)."),
+    ] = None,
     out: Annotated[
         Path | None,
         output_option("--out", metavar="DIR", help="The folder of the artifact. [default: artifacts/NAME]"),
@@ -73,7 +78,7 @@ def build(
     start = time.monotonic()
     built = build_artifact(
         recipe,
-        overrides or (),
+        [*(overrides or ()), *([f"model.mmproj={mmproj}"] if mmproj else [])],
         out,
         backend,
         stage,

@@ -67,7 +67,7 @@ def read_model(recipe: Recipe, checkpoint: Checkpoint | None = None, *, weights:
 def _checkpoint_of(recipe: Recipe, *, weights: bool = True) -> Checkpoint:
     from kvexport.export.model.checkpoint import open_checkpoint
 
-    return open_checkpoint(recipe.model.path, recipe.model.revision, weights=weights)
+    return open_checkpoint(recipe.model.path, recipe.model.revision, weights=weights, mmproj=recipe.model.mmproj)
 
 
 def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:

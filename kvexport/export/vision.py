@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -51,7 +52,7 @@ from kvexport.tensor_files.shards import refuse_link
 # Model types for which tests compare logits with images to those of transformers (tests/export/test_vision.py)
 COMPARED = {"aya_vision", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "qianfan_ocr", "smolvlm"}
 COMPARED |= {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe"}
-COMPARED |= {"vipllava", "gemma3"}
+COMPARED |= {"vipllava", "gemma3", "mistral3"}
 _AREAS = ("shortest_edge", "longest_edge", "min_pixels", "max_pixels")  # numbers of pixels if images become patches
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _MOST_NUMBER = 1 << 14  # the largest number in a processor's settings: sides of images, tiles, tokens of a tile
@@ -156,7 +157,7 @@ def _read_spec(folder: Path, config: Any) -> tuple[ImageSpec, int]:
 
 def read_processor(folder: Path, config: Any) -> Any:
     """Return the checkpoint's image processor of transformers, in numpy and Pillow, without its part for videos."""
-    kind: Any = PROCESSOR_MAPPING[type(config)]
+    kind = _processor_class(config)
     reader: Any = AutoImageProcessor
     if not hasattr(kind, "replace_image_token"):
         raise _Refused(f"transformers {transformers.__version__} does not say which text stands for an image")
@@ -172,6 +173,22 @@ def read_processor(folder: Path, config: Any) -> Any:
     absent = {"video_processor": None} if "video_processor" in names else {}
     with _without_video(kind):
         return kind(**{**given, **parts, **absent})
+
+
+def _processor_class(config: Any) -> Any:
+    kind: Any = PROCESSOR_MAPPING[type(config)]
+    if "torchvision" not in getattr(kind, "_backends", ()):
+        return kind
+    # transformers has this processor beside torchvision alone, although its image processor has a twin in Pillow.
+    package = kind.__module__.rpartition(".")[0]
+    name = package.rpartition(".")[2]
+    sys.modules[imported := f"{package}.image_processing_{name}"] = import_module(
+        f"{package}.image_processing_pil_{name}"
+    )
+    try:
+        return getattr(import_module(kind.__module__), kind.__name__)
+    finally:
+        del sys.modules[imported]
 
 
 def _check_numbers(settings: Any, areas: Collection[str]) -> None:
@@ -219,6 +236,11 @@ def image_spec(processor: Any, config: Any) -> ImageSpec:
         cut |= {"group": group, "window": getattr(encoder, "window_size", 0) // (side * group)}
         cut |= {"table": math.isqrt(getattr(encoder, "num_position_embeddings", 0))}
         hidden *= 1 + len(getattr(encoder, "deepstack_visual_indexes", ()))
+    elif hasattr(processor, "image_break_token"):
+        side, grids = processor.patch_size, {}
+        tile = {"height": side, "width": side}
+        cut = {"cut": "lines", "longest": longest, "group": processor.spatial_merge_size}
+        cut |= {"ends": (processor.image_break_token, processor.image_end_token)}
     elif largest:
         side = largest["longest_edge"]
         cut = {"cut": "rows", "longest": longest, "split": bool(setting("do_image_splitting"))}
@@ -248,9 +270,9 @@ def image_spec(processor: Any, config: Any) -> ImageSpec:
     texts = {
         name: _runs(processor.replace_image_token({**pixels, **grid}, 0), token_text) for name, grid in grids.items()
     }
-    rows = (
-        1 if group else _rows_of_tiles(texts) if texts else (tile["height"] // config.vision_config.patch_size) ** 2 + 1
-    )
+    rows = _rows_of_tiles(texts) if texts else 1
+    if cut["cut"] == "anyres":
+        rows = (tile["height"] // config.vision_config.patch_size) ** 2 + 1
     return ImageSpec(
         **cut,
         height=tile["height"],
@@ -275,12 +297,15 @@ def _resize_of(images: Any) -> Any:
 
 def _image_settings(processor: Any) -> dict[str, Any]:
     """Return the settings that a processor passes to its image processor in each call."""
-    return dict(getattr(processor, "images_kwargs", None) or {})
+    settings = {**(getattr(processor, "images_kwargs", None) or {}), "return_tensors": "np"}
+    if hasattr(processor, "image_break_token"):
+        settings["patch_size"] = processor.patch_size * processor.spatial_merge_size
+    return settings
 
 
 def prepare(processor: Any, image: Any) -> Any:
     """Return the arrays that a processor of transformers makes of a Pillow image."""
-    return processor.image_processor(image, return_tensors="np", **_image_settings(processor))
+    return processor.image_processor(image, **_image_settings(processor))
 
 
 def _color(numbers: Any) -> tuple[float, float, float]:
@@ -310,7 +335,7 @@ def _compare(processor: Any, spec: ImageSpec) -> int:
         prepared = prepare(processor, image)
         pixels, dimensions = prepared["pixel_values"], prepared["pixel_values"].ndim
         theirs = pixels if spec.cut == "patches" else pixels.reshape(-1, *pixels.shape[-3:])
-        tiles = encoder_inputs(tiles, spec)["pixel_values"]
+        tiles = encoder_inputs(tiles, spec)["pixel_values"] if spec.cut == "patches" else tiles
         text = _runs(processor.replace_image_token(prepared, 0), spec.token_text)
         if theirs.shape != tiles.shape or np.abs(theirs - tiles).max() > 1e-5 or text != spec.parts(grid):
             name = type(processor.image_processor).__name__
@@ -377,8 +402,9 @@ class _PatchEncoder(nn.Module):
         super().__init__()
         self.model, self.names = model, names
         self.most = (spec.window * spec.group) ** 2
-        model.base_model.visual.config._attn_implementation = WINDOWS
-        patches_as_products(model.base_model.visual)
+        encoder = model.base_model.visual if spec.cut == "patches" else model.base_model.vision_tower
+        encoder.config._attn_implementation = WINDOWS
+        patches_as_products(encoder)
 
     def forward(self, pixel_values: Tensor, *inputs: Tensor) -> Tensor:
         given: dict[str, Any] = dict(zip(self.names, inputs, strict=True))
@@ -388,6 +414,24 @@ class _PatchEncoder(nn.Module):
         grid = functional.pad(given["position_ids"].amax(0) + 1, (1, 0), value=1)[None]
         features = self.model.base_model.visual(pixel_values, grid, cu_seqlens=borders, max_seqlen=0, **given)
         return torch.cat([features.pooler_output, *getattr(features, "deepstack_features", ())], -1).float()
+
+
+class _LineEncoder(_PatchEncoder):
+    """The same for Pixtral's encoder and Mistral's projector, whose modules take no patches in groups."""
+
+    def forward(self, pixel_values: Tensor, *inputs: Tensor) -> Tensor:
+        tower, projector = self.model.base_model.vision_tower, self.model.base_model.multi_modal_projector
+        states = [tower.ln_pre(tower.patch_conv(pixel_values.to(self.model.dtype))[None])]
+        places = tower.patch_positional_embedding(states[0], inputs[0])
+        whole = {"max_length_q": 0}
+        for layer in tower.transformer.layers:
+            states.append(layer(states[-1], None, position_embeddings=places, **whole))
+        merger = projector.patch_merger
+        x = projector.norm(states[self.model.config.vision_feature_layer][0])
+        groups = x.unflatten(0, (-1, merger.spatial_merge_size**2)).transpose(1, 2).flatten(1)
+        x = projector.linear_1(merger.merging_layer(groups))
+        rows: Tensor = projector.linear_2(projector.act(x)).float()
+        return rows
 
 
 def patches_as_products(encoder: nn.Module) -> None:
@@ -442,9 +486,9 @@ def _trace(model: Any, mode: Any, spec: ImageSpec, *, five: bool) -> ir.Model:
             shapes: list[Any]
             inputs, shapes = {"pixel_values": torch.zeros(1, 3, spec.height, spec.width)}, [None]
             encoder: nn.Module = _Encoder(model, spec, five)
-            if spec.cut == "patches":
+            if spec.cut in ("patches", "lines"):
                 inputs, shapes = _sample(spec)
-                encoder = _PatchEncoder(model, spec, list(inputs)[1:])
+                encoder = (_PatchEncoder if spec.cut == "patches" else _LineEncoder)(model, spec, list(inputs)[1:])
             sizes = {"num_heads": "int", "scale": "float"}
             whole = onnx_operator("MultiHeadAttention", ["query", "key", "value"], ["output"], sizes, (), MICROSOFT)
             names = {"input_names": [*inputs], "output_names": ["image_rows"]}

@@ -16,7 +16,7 @@ from kvexport.images.tiles import ImageSpec
 
 def encoder_inputs(pixels: NDArray[np.float32], spec: ImageSpec) -> dict[str, NDArray[Any]]:
     """Return the inputs of the graph vision.onnx for a tile, [1, 3, height, width]."""
-    if spec.cut != "patches":
+    if spec.cut not in ("patches", "lines"):
         return {"pixel_values": pixels}
     height, width = (side // spec.height for side in pixels.shape[2:])
     places = _grouped(np.mgrid[:height, :width].reshape(2, height, width, 1, 1), spec)[..., 0, 0]

@@ -7,6 +7,7 @@ placeholder token for each of these vectors.
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -106,12 +107,13 @@ def encode_images(
     for image in images:
         pixels = read_image(image)
         tiles, grid = tiles_of(pixels, spec)
-        order, weights = order_of(pixels, spec, int(grid) if spec.cut == "patches" else len(tiles))
+        groups = math.prod(map(int, grid.split("x"))) if spec.cut in ("patches", "lines") else len(tiles)
+        order, weights = order_of(pixels, spec, groups)
         offsets = row_offsets(tiles, spec)
         if spec.parts(grid) is None:
             raise UsageError(f"an image is cut into {grid} tiles, for which the model has no text", "a smaller image")
-        shape = b"" if offsets is None else offsets.tobytes()
-        digest = hashlib.sha256(tiles.tobytes() + order.tobytes() + shape).digest()
+        # Tiles of the same bytes may have other shapes.
+        digest = hashlib.sha256(tiles.tobytes() + order.tobytes() + str(tiles.shape).encode()).digest()
         digests.append(digest.hex())
         texts.append(spec.text(grid))
         count += len(order)

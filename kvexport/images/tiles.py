@@ -1,12 +1,13 @@
 """The tiles that an image encoder takes, cut from an image as the processors of transformers cut them.
 
-A checkpoint's image encoder takes tiles that are cut in one of five ways:
+A checkpoint's image encoder takes tiles that are cut in one of six ways:
 
     whole    scale to a size or by the shorter side, crop the middle: one tile
     canvas   scale to the grid of tiles whose aspect ratio is nearest, then the whole image as one more tile
     rows     scale by the longer side to multiples of a tile, then the whole image as one more tile
     anyres   the whole image as one tile, then fit it on a black canvas of one of several sizes
     patches  scale to multiples of a group of patches: one tile of all patches (`kvexport/images/patches.py`)
+    lines    the same, of which only large images are scaled down; its text ends every row of groups
 
 A build compares these tiles with those of the checkpoint's own processor, and refuses a checkpoint if they differ.
 """
@@ -39,8 +40,8 @@ _LONGEST = 4096  # the longer side of an image before it is scaled to multiples 
 class ImageSpec:
     """How an artifact reads images: how they are cut, and the tokens that stand for their tiles in a prompt."""
 
-    cut: Literal["whole", "canvas", "rows", "anyres", "patches"]
-    height: Side  # pixels of a tile; of a patch if images are cut into patches
+    cut: Literal["whole", "canvas", "rows", "anyres", "patches", "lines"]
+    height: Side  # pixels of a tile; of a patch if images are cut into patches or lines
     width: Side
     rows: Rows  # rows that the encoder returns for a tile, each in the place of one token; 1 for a group of patches
     hidden: Rows  # numbers of a row
@@ -56,7 +57,7 @@ class ImageSpec:
     # whole: height and width that the image is scaled to, or 0 and its shorter side; whether it is made square before
     size: tuple[Annotated[int, Field(ge=0, le=1 << 14)], Side] = (0, 1)
     square: bool = False
-    # canvas: least and largest number of tiles; rows: longer side of the scaled image
+    # canvas: least and largest number of tiles; rows: longer side of the scaled image; lines: the longest side
     tiles: tuple[Annotated[int, Field(ge=1, le=1024)], Annotated[int, Field(ge=1, le=1024)]] = (1, 1)
     longest: Side = 1
     split: bool = True  # rows: whether the image is cut at all
@@ -76,6 +77,8 @@ class ImageSpec:
     window: Annotated[int, Field(ge=0, le=1 << 10)] = 0
     table: Annotated[int, Field(ge=0, le=1 << 10)] = 0
     bidirectional: bool = False  # whether each token of an image sees all others, so that one call has to read them all
+    # lines: texts that end a row of groups, and the last one
+    ends: tuple[str, str] = ("", "")
 
     def __post_init__(self) -> None:
         grids = all(height % self.height == width % self.width == 0 for height, width in self.pinpoints)
@@ -83,6 +86,10 @@ class ImageSpec:
             raise ValueError("has canvases that are no grids of tiles")
 
     def parts(self, grid: str) -> tuple[str | int, ...] | None:
+        if self.cut == "lines":
+            rows, columns = map(int, grid.split("x"))
+            line: tuple[str | int, ...] = (columns, self.ends[0])
+            return line * (rows - 1) + (columns, self.ends[1])
         return (int(grid),) if self.cut in ("anyres", "patches") else self.texts.get(grid)
 
     def text(self, grid: str) -> str:
@@ -94,8 +101,8 @@ def tiles_of(image: Image, spec: ImageSpec) -> tuple[NDArray[np.float32], str]:
 
     Patches are one tile of the scaled image's size. The name of its grid is the number of rows that it gets.
     """
-    cut = {"whole": _whole, "canvas": _canvas, "rows": _rows, "anyres": _anyres, "patches": _patches}[spec.cut]
-    tiles, grid = cut(image, spec)
+    cuts = {"whole": _whole, "canvas": _canvas, "rows": _rows, "anyres": _anyres, "patches": _patches, "lines": _lines}
+    tiles, grid = cuts[spec.cut](image, spec)
     pixels = np.stack(tiles).transpose(0, 3, 1, 2)
     scaled = (pixels.astype(np.float64) * spec.scale).astype(np.float32)
     mean, std = (np.array(color, np.float32)[:, None, None] for color in (spec.mean, spec.std))
@@ -244,6 +251,12 @@ def _patches(image: Image, spec: ImageSpec) -> tuple[list[NDArray[np.uint8]], st
     height, width = _within_pixels(image.height, image.width, spec)
     side = spec.height * spec.group
     return [np.asarray(_resized(image, height, width, spec))], str(height // side * (width // side))
+
+
+def _lines(image: Image, spec: ImageSpec) -> tuple[list[NDArray[np.uint8]], str]:
+    ratio, side = max(1.0, max(image.size) / spec.longest), spec.height * spec.group
+    columns, rows = (max(1, -(-int(pixels / ratio) // side)) for pixels in image.size)
+    return [np.asarray(_resized(image, rows * side, columns * side, spec))], f"{rows}x{columns}"
 
 
 def _within_pixels(height: int, width: int, spec: ImageSpec) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from kvexport.recipe.parse import Entry, Findings, Leaf, Tree, plain, shown_key
 
 Key: TypeAlias = "tuple[str, ...]"
 PATH: Key = ("model", "path")
+ENCODER: Key = ("model", "mmproj")  # a path relative to the recipe's file
 METHOD: Key = ("cache", "method")
 PARAMETERS: Key = ("cache", "parameters")
 
@@ -34,6 +35,9 @@ def check_recipe(tree: Tree, label: str, findings: Findings) -> Recipe | None:
     path = get(tree, PATH)
     if isinstance(path, Leaf):
         data["model"]["path"] = _local(path)
+    encoder = get(tree, ENCODER)
+    if isinstance(encoder, Leaf) and isinstance(encoder.value, str) and encoder.value:
+        data["model"]["mmproj"] = os.path.normpath(encoder.origin.folder / encoder.value)
     cache = data.get("cache", {})
     method = None
     if isinstance(cache, dict) and isinstance(cache.get("parameters", {}), dict):

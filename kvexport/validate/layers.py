@@ -45,7 +45,7 @@ def first_layers(
             f"--layers 1 to {total}; without it, all of them",
         )
     recipe = manifest.recipe
-    source = open_checkpoint(checkpoint or recipe.model.path, recipe.model.revision)
+    source = open_checkpoint(checkpoint or recipe.model.path, recipe.model.revision, mmproj=recipe.model.mmproj)
     require_checkpoint(source, manifest, path)
     source.require_folder("--layers")
     with (

@@ -209,6 +209,18 @@ KINDS: dict[str, tuple[list[str], dict[str, str], Any, dict[str, Any], Any]] = {
             eoi_token_index=258,
         ),
     ),
+    "mistral3": (
+        ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+        {},
+        hf.PixtralImageProcessorPil(size={"longest_edge": 84}, patch_size=7),
+        {"patch_size": 7, "spatial_merge_size": 2},
+        lambda: hf.Mistral3Config(
+            text_config=hf.MistralConfig(**TEXT),
+            vision_config=hf.PixtralVisionConfig(**VISION),
+            image_token_index=256,
+            spatial_merge_size=2,
+        ),
+    ),
     "qwen2_vl": _in_patches(hf.Qwen2VLConfig, {"embed_dim": 32, "mlp_ratio": 2}),
     "qwen2_5_vl": _in_patches(
         hf.Qwen2_5_VLConfig, {"out_hidden_size": 32, "window_size": 28, "fullatt_block_indexes": [1]}

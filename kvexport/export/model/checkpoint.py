@@ -19,6 +19,7 @@ from kvexport.export.added_tokens import OLDER
 from kvexport.export.model import wheel
 from kvexport.export.model.gguf import read_gguf
 from kvexport.export.model.gguf_model import cached_texts, tensors_of
+from kvexport.export.model.gguf_vision import with_encoder
 from kvexport.export.model.hub import download
 from kvexport.export.model.quantized.methods import quantization_of, read_quantized
 from kvexport.export.model.tensors import Checkpoint
@@ -40,15 +41,22 @@ _HUB_ID = re.compile(r"\b[\w.-]+\b/\b[\w.-]{1,96}\b", re.ASCII)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
-def open_checkpoint(path: str, revision: str | None, *, weights: bool = True) -> Checkpoint:
+def open_checkpoint(path: str, revision: str | None, *, weights: bool = True, mmproj: str | None = None) -> Checkpoint:
     """Find a checkpoint, check its files, and read its headers.
+
+    `mmproj` is a GGUF file with the image encoder of a model in a GGUF file.
 
     Without `weights`, the weights of a hub model are not downloaded unless they are quantized: only headers tell the
     size of packed weights.
     """
     folder = resolve_checkpoint(path, revision, weights=weights)
+    if mmproj is not None and folder.suffix != GGUF:
+        raise UsageError(
+            f"model.mmproj is {mmproj}, and {path} is no GGUF file",
+            "leave it out: a checkpoint's folder has its own image encoder",
+        )
     here = Path(path).is_dir() or is_gguf(path) or path.startswith(wheel.WHEEL)
-    checkpoint = read_checkpoint(folder, weights=weights or here)
+    checkpoint = _from_gguf(folder, Path(mmproj)) if mmproj else read_checkpoint(folder, weights=weights or here)
     if not (weights or here) and quantization_of(folder, checkpoint.config):
         checkpoint = read_checkpoint(resolve_checkpoint(path, revision))
     return checkpoint
@@ -139,14 +147,19 @@ def read_checkpoint(path: Path, *, weights: bool = True) -> Checkpoint:
     return Checkpoint(path, config, rest, generation_config, digest.hexdigest(), computed, tuple(notes), files, texts)
 
 
-def _from_gguf(path: Path) -> Checkpoint:
+def _from_gguf(path: Path, mmproj: Path | None = None) -> Checkpoint:
     gguf = read_gguf(path)
-    tensors, computed = tensors_of(gguf)
-    texts = cached_texts(gguf)
+    digest, files = gguf.digest, gguf.files
+    if mmproj is None:
+        tensors, computed = tensors_of(gguf)
+        texts = cached_texts(gguf)
+    else:
+        texts, tensors, computed, digest = with_encoder(gguf, mmproj)
+        files = (*files, mmproj)
     config, generation = (
         parse_object(texts / name, read_file(texts / name)) for name in ("config.json", "generation_config.json")
     )
-    return Checkpoint(texts, config, tensors, generation, gguf.digest, computed, files=gguf.files, texts=_texts(texts))
+    return Checkpoint(texts, config, tensors, generation, digest, computed, files=files, texts=_texts(texts))
 
 
 def _texts(path: Path) -> tuple[Path, ...]:

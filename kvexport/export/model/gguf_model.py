@@ -47,7 +47,7 @@ _LLAMA3 = [
     for factor in (8.0, 16.0, 32.0)
 ]
 # GGUF files that are no models, by their general.type or general.architecture: what they are, and what to use instead.
-_ENCODER = ("the encoder of images or sounds for a model", "take the model's own file, without mmproj in its name")
+_ENCODER = ("the encoder of images or sounds for a model", "take the model's own file, and this one with --mmproj")
 _NO_MODELS = {
     "mmproj": _ENCODER,
     "clip": _ENCODER,
@@ -55,7 +55,7 @@ _NO_MODELS = {
     "imatrix": ("an importance matrix, by which llama.cpp rounds a model", "take the model's own file"),
 }
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
-_TEXTS_VERSION = 2  # version of the cached files that `write_texts` writes
+TEXTS_VERSION = 2  # version of the cached files that `write_texts` writes
 
 
 def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
@@ -230,7 +230,7 @@ def _architecture(gguf: Gguf) -> tuple[str, Architecture]:
 
 def cached_texts(gguf: Gguf) -> Path:
     """Return the cache folder with config.json and the tokenizer of a GGUF file; write its files if needed."""
-    folder = cache_folder("gguf") / f"{gguf.digest[:32]}-{_TEXTS_VERSION}"
+    folder = cache_folder("gguf") / f"{gguf.digest[:32]}-{TEXTS_VERSION}"
     what = f"the tokenizer of {gguf.file}"
     return write_once(folder, what, lambda staged, _: write_texts(gguf, staged), "some megabytes")
 

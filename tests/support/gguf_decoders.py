@@ -84,6 +84,14 @@ CASES = {  # by llama.cpp's name, the first word of the key
     "ernie4_5": Case("ernie4_5", {"head_dim": 32}),
     "seed_oss": Case("seed_oss", {"head_dim": 32, "attention_bias": True}),
     "hunyuan-dense": Case("hunyuan_v1_dense", {"head_dim": 32, "rope_parameters": PLAIN}),
+    "hunyuan-moe": Case(
+        "hunyuan_v1_moe",
+        {"num_experts": 4, "moe_topk": 2, "head_dim": 16, "rope_parameters": PLAIN},
+        {"expert_used_count": 2, "expert_feed_forward_length": 96, "expert_shared_feed_forward_length": 96,
+         "expert_shared_count": 1},
+        {"mlp.gate.wg.weight": "ffn_gate_inp.weight",
+         **{f"mlp.shared_mlp.{x}_proj.weight": f"ffn_{x}_shexp.weight" for x in ("gate", "up", "down")}},
+    ),
     "exaone4": Case("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "exaone4 of 64 layers": Case(  # llama.cpp knows the windows of this size alone
         "exaone4",

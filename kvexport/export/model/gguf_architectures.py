@@ -168,6 +168,7 @@ _SHARED_EXPERTS = {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
+_HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 _CHOSEN = {"num_experts_per_tok": "expert_used_count"}
 _LOCAL = {**_CHOSEN, "num_local_experts": "expert_count"}
 _EXPERTS = {
@@ -243,7 +244,25 @@ ARCHITECTURES = {
     "seed_oss": Architecture("seed_oss", {**_SECOND_NORM, **_MLP}, present={"attention_bias": "attn_q.bias"}),
     "hunyuan-dense": Architecture(
         "hunyuan_v1_dense",
-        {**_LLAMA, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+        {**_LLAMA, **_HUNYUAN_NORMS},
+        present={"attention_bias": "attn_q.bias"},
+    ),
+    "hunyuan-moe": Architecture(
+        "hunyuan_v1_moe",
+        {
+            **_NAMES,
+            **_HUNYUAN_NORMS,
+            **_ROUTED,
+            "ffn_gate_inp": "mlp.gate.wg",
+            "ffn_gate_shexp": "mlp.shared_mlp.gate_proj",
+            "ffn_up_shexp": "mlp.shared_mlp.up_proj",
+            "ffn_down_shexp": "mlp.shared_mlp.down_proj",
+        },
+        {
+            "num_experts": "expert_count",
+            "moe_topk": "expert_used_count",
+            "intermediate_size": "expert_feed_forward_length",
+        },
         present={"attention_bias": "attn_q.bias"},
     ),
     "exaone4": Architecture("exaone4", _NORMS_BEHIND, config=lambda meta, _: _windows(meta)),

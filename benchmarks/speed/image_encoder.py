@@ -200,10 +200,11 @@ def main() -> None:
             command = [sys.executable, __file__, "--memory", name, side, "--work", str(options.work.absolute())]
             ran = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
             memory[side] = json.loads(ran.stdout.splitlines()[-1])
-        gaps = [asyncio.run(measure_gaps(name, artifact)) for _ in range(2)]
-        results[name] = {**measure_seconds(name, artifact, options.rounds), "megabytes": memory, "gaps": gaps}
+        gaps = [asyncio.run(measure_gaps(name, artifact)) for _ in range(min(2, options.rounds))]
+        seconds = measure_seconds(name, artifact, options.rounds)
+        results[name] = {"rounds": options.rounds, **seconds, "megabytes": memory, "gaps": gaps}
         print(name, json.dumps(results[name], indent=1))
-        save("image-encoder", {"rounds": options.rounds, "threads": THREADS, "models": results})
+        save("image-encoder", {"threads": THREADS, "models": results})
 
 
 if __name__ == "__main__":

@@ -269,7 +269,7 @@ def _projector_of(gguf: Gguf, text: Gguf) -> _Projector:
         raise UsageError(
             f"{gguf.file} has the projector {kind!r}, for a decoder {decoder!r}; expected an image encoder (mmproj) "
             f"with one of {', '.join(_PROJECTORS)}, and its own model",
-            "set model.path to the checkpoint that the files were made of, or leave out --mmproj to read text alone",
+            "set model.path to the checkpoint that the files were made of, or build the text decoder alone",
         )
     return projector
 

@@ -29,14 +29,6 @@ def forked(work: Callable[[], bytes]) -> Iterator[Callable[[], bytes]]:
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(work, sender), daemon=True)
-    # The interpreter ignores exceptions of signal handlers while it forks, so a signal would be lost. Signals are
-    # therefore blocked for the moment of the fork.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-    try:
-        process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    sender.close()
 
     def result() -> bytes:
         with suppress(EOFError, OSError):
@@ -45,10 +37,19 @@ def forked(work: Callable[[], bytes]) -> Iterator[Callable[[], bytes]]:
         return work()
 
     try:
+        # The interpreter ignores exceptions of signal handlers while it forks, so a signal would be lost. Signals are
+        # therefore blocked for the moment of the fork; one that came meanwhile raises as soon as they are not.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        sender.close()
         yield result
     finally:
-        process.kill()
-        process.join()
+        if process.pid is not None:
+            process.kill()
+            process.join()
         receiver.close()
 
 

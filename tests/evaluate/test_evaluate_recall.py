@@ -1,12 +1,12 @@
 """Tests of the passages with facts that calibration asks about."""
 
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
 from kvexport.evaluate.recall import passage
 from kvexport.language.tokenizer import Tokenizer
+from kvexport.recipe.load import load_recipe
 
 FACTS = [
     ("anna lamp .", "? anna", "lamp"),
@@ -16,8 +16,8 @@ FACTS = [
 LENGTH = 160
 
 
-def test_a_passage_has_each_fact_once_and_the_requested_length(tiny_checkpoint: Path) -> None:
-    tokenizer = Tokenizer.from_folder(tiny_checkpoint)
+def test_a_passage_has_each_fact_once_and_the_requested_length() -> None:
+    tokenizer = Tokenizer.from_folder(load_recipe("tiny-full", []).recipe.model.path)
     encode = partial(tokenizer.encode, add_special_tokens=False)
     text = passage(encode, ["then many came ."] * 60, FACTS, LENGTH, np.random.default_rng(3))
     words = tokenizer.decode(text.ids)

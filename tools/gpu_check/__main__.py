@@ -50,12 +50,10 @@ FURTHER_PARTS = {
     "memcheck": 60,
     "racecheck": 90,
     "synccheck": 60,
-    "ncu": 60,
-    "transformers": 120,
     "tensorrt": 240,
 }
 EVERY_PART = PARTS | FURTHER_PARTS
-MODULES = ("parts", "proof", "model", "transformers", "onnxruntime", "tensorrt", "launches")
+MODULES = ("parts", "proof", "model", "onnxruntime", "tensorrt", "launches")
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 NOT_RUN, MISMATCH = 3, 4
 FIGURES = "figures: "
@@ -80,8 +78,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
-        if options.part != "transformers":  # that part checks the installed packages and uses no methods
-            stand_in_for_pydantic(always=options.stand_in)
+        stand_in_for_pydantic(always=options.stand_in)
         run_part(options)
         return
     if options.prebuild:
@@ -172,9 +169,9 @@ def start_part(part: str, limit: float, flags: list[str]) -> dict[str, Any]:
 
     if limit < 5:
         return outcome("skipped", why="no time was left")
-    own = ["--part", "sample" if part in (*SANITIZERS, "ncu") else part, "--seconds", str(limit - 3)]
+    own = ["--part", "sample" if part in SANITIZERS else part, "--seconds", str(limit - 3)]
     command = [sys.executable, "-m", "tools.gpu_check", *own, *flags]
-    if part in (*SANITIZERS, "ncu"):
+    if part in SANITIZERS:
         wrapped = under_tool(part, command, on_host="--on-host" in flags)
         if isinstance(wrapped, str):
             return outcome("skipped", why=wrapped)
@@ -203,22 +200,17 @@ def start_part(part: str, limit: float, flags: list[str]) -> dict[str, Any]:
             f"it ended with code {process.returncode} and gave no reason"
         ]
         return outcome("failed", why=lines[-1][:200], log=log, figures=figures)
-    if part == "ncu":
-        figures["report"] = [line for line in output.splitlines() if not line.startswith(FIGURES)][-400:]
     return outcome("passed", figures=figures)
 
 
 def under_tool(part: str, command: list[str], *, on_host: bool) -> list[str] | str:
-    """Return the command under compute-sanitizer or Nsight Compute, or the reason why that is impossible."""
-    name = "ncu" if part == "ncu" else "compute-sanitizer"
+    """Return the command under compute-sanitizer, or the reason why that is impossible."""
     if on_host:
         return "it needs kernels on a GPU"
+    name = "compute-sanitizer"
     tool = shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
     if tool is None:
         return f"{name} was not found"
-    if part == "ncu":  # the longest kernels of a step and of a merge, once each
-        kernels = ["--kernel-name-base", "demangled", "--kernel-name", "regex:Decode|Nearest", "--launch-count", "4"]
-        return [tool, "--set", "basic", *kernels, *command]
     # memcheck only checks the kernels' accesses: PyTorch makes calls that CUDA may refuse.
     quiet = ["--report-api-errors", "no"] if part == "memcheck" else []
     return [tool, "--tool", part, "--error-exitcode", "9", *quiet, *command]

@@ -10,7 +10,7 @@ Row = dict[str, Any]
 def goals(parts: dict[str, Any]) -> list[Row]:
     figures = {name: part.get("figures", {}) for name, part in parts.items()}
     rows = [*_decode(figures.get("decode", {}).get("rows", [])), *_prefill(figures.get("prefill", {}).get("rows", []))]
-    rows += _model(figures.get("model", {}), figures.get("transformers", {}))
+    rows += _model(figures.get("model", {}))
     rows += _launches(figures.get("launches", {}).get("rows", []))
     rows.append(_goal("Runs of the same bits", figures.get("repeat", {}).get("runs"), least=1000))
     proof = figures.get("conformance", {})
@@ -79,7 +79,7 @@ def _launches(rows: list[Row]) -> list[Row]:
     return compared
 
 
-def _model(model: Row, peer: Row) -> list[Row]:
+def _model(model: Row) -> list[Row]:
     rows = [row for row in model.get("rows", []) if "ms" in row]
     speed = {row["method"]: row["tokens per second"] for row in model.get("methods", []) if "ms" in row}
     merging = _of(
@@ -96,7 +96,7 @@ def _model(model: Row, peer: Row) -> list[Row]:
     for method in ("keepkv", "ballot"):
         both = speed.get(method), speed.get("h2o")
         compared.append(_goal(f"Throughput: {method} over h2o", both[0] / both[1] if all(both) else None, least=0.97))
-    full = [row for row in (*model.get("largest batch", []), *peer.get("largest batch", [])) if "ms" in row]
+    full = [row for row in model.get("largest batch", []) if "ms" in row]
     ours = next((row for row in full if row["cache"] == "keepkv"), None)
     for row in full:
         if ours is not None and row is not ours:

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 from typer.testing import CliRunner
 
@@ -72,11 +71,6 @@ def test_progress_reaches_the_builder(tiny_artifact: Path, tmp_path: Path, gpu: 
 def profiles_in(plan: Path) -> Any:
     data = plan.read_bytes()
     return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["profiles"]
-
-
-def model_in(plan: Path) -> onnx.ModelProto:
-    data = plan.read_bytes()
-    return onnx.load_model_from_string(data[8 + int.from_bytes(data[:8], "little") :])
 
 
 def test_the_manifest_and_the_log_describe_the_built_engines(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvexport.recipe.fields import Recipe
     from kvexport.recipe.load import LoadedRecipe
 
+MOST_IMAGE = 1024  # tokens of an image for which the chunks of prompts are made longer
 LONGEST = 32768  # tokens of a sequence: the default limit of models that were trained on longer ones
 ARTIFACT_FILES = ("manifest.json", "decoder.onnx")
 
@@ -61,8 +62,17 @@ def model_recipe(
     if config.get("is_encoder_decoder") is True:  # before its weights are downloaded and its tokenizer is tried
         raise UsageError(f"{model} is an encoder-decoder; only decoders have a cache that grows with every token")
     if max_length is None and recipe.origin["limits.max_length"] == "default":
-        length = _trained_length(config)
-        recipe = recipe_for(model, slots, max_length=length, overrides=overrides)
+        max_length = _trained_length(config)
+        recipe = recipe_for(model, slots, max_length=max_length, overrides=overrides)
+    image = config.get("mm_tokens_per_image")  # of Gemma 3, whose tokens of an image one call has to read
+    chunk = recipe.recipe.export.prefill_chunk
+    if type(image) is int and image > chunk and recipe.origin["export.prefill_chunk"] == "default":
+        recipe = recipe_for(
+            model,
+            slots,
+            max_length=max_length,
+            overrides=[*overrides, f"export.prefill_chunk={min(image, MOST_IMAGE)}"],
+        )
     return recipe
 
 

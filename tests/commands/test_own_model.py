@@ -12,6 +12,7 @@ import kvexport
 from kvexport import models
 from kvexport.artifact.reading import load_manifest
 from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.models import model_recipe
 from kvexport.recipe.load import BUDGET, name_of, recipe_for
 from tests.export.test_checkpoint_hub import Hub
 from tests.export.test_checkpoint_hub import hub as hub
@@ -163,3 +164,9 @@ def test_help_lists_options_in_groups() -> None:
     text = ok("serve", "--help")
     places = [text.index(f"\n{group}:") for group in ("Arguments", "Model", "Server", "Requests", "Backend", "Options")]
     assert places == sorted(places) and text.count("--port") == 1
+
+
+def test_a_chunk_of_a_prompt_has_room_for_an_image_that_one_call_has_to_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3", "mm_tokens_per_image": 256}')
+    assert model_recipe(str(tmp_path)).recipe.export.prefill_chunk == 256
+    assert model_recipe(str(tmp_path), overrides=["export.prefill_chunk=64"]).recipe.export.prefill_chunk == 64

@@ -64,16 +64,25 @@ def model_recipe(
     if max_length is None and recipe.origin["limits.max_length"] == "default":
         max_length = _trained_length(config)
         recipe = recipe_for(model, slots, max_length=max_length, overrides=overrides)
+    settings = []
+    if recipe.origin["cache.dtype"] == "default" and _fits_8_bits(recipe.recipe):
+        settings.append("cache.dtype=int8")
     image = config.get("mm_tokens_per_image")  # of Gemma 3, whose tokens of an image one call has to read
     chunk = recipe.recipe.export.prefill_chunk
     if type(image) is int and image > chunk and recipe.origin["export.prefill_chunk"] == "default":
-        recipe = recipe_for(
-            model,
-            slots,
-            max_length=max_length,
-            overrides=[*overrides, f"export.prefill_chunk={min(image, MOST_IMAGE)}"],
-        )
-    return recipe
+        settings.append(f"export.prefill_chunk={min(image, MOST_IMAGE)}")
+    return recipe_for(model, slots, max_length=max_length, overrides=[*overrides, *settings]) if settings else recipe
+
+
+def _fits_8_bits(recipe: Recipe) -> bool:
+    """Return whether keys and values of 8 bits lose nothing that a compressed cache has not lost already.
+
+    They do on the CPU, with a quarter of the bytes (docs/measurements/ruler.md). On GPUs the merges of a quantized
+    cache run as ONNX functions. The method `full` stays exact, because others are compared with it.
+    """
+    from kvexport import backends
+
+    return recipe.cache.build_method().compresses and not backends.get(recipe.backend.name).needs_gpu(recipe)
 
 
 def recipe_of_command(

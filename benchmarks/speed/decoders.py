@@ -2,7 +2,7 @@
 
     python benchmarks/speed/decoders.py --work DIR --llamacpp DIR [--genai DIR]
                                   [--models qwen3-30b-a3b,gpt-oss-20b,qwen3.5-4b] [--rounds 9]
-                                  [--decode 512] [--prefill 512] [--file NAME=FILE.gguf [--openvino DIR]]
+                                  [--decode 512] [--prefill 512] [--file FILE.gguf --name NAME [--openvino DIR]]
 
 Results of models that are not measured again stay.
 
@@ -22,7 +22,7 @@ GenAI reads the same file, and converts its blocks.
 
 kvexport has a cache of the whole sequence, so nothing is evicted. Every side runs in a process of its own. A figure is
 one block of 32 decoded tokens, or one prompt, the sides in turn. llama.cpp decodes greedily; kvexport gets tokens.
-Writes benchmarks/results/decoders-ISA.json.
+Writes benchmarks/results/decoders-ISA.json, or decoders-file-ISA.json.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class File:
 def file_of(name: str, options: argparse.Namespace) -> Path:
     """Return the GGUF file of a model; a file of random weights is written if it is missing."""
     if name not in MODELS:
-        return Path(options.file.partition("=")[2])
+        return Path(options.file)
     path: Path = options.work / f"{name}.gguf"
     if not path.exists():
         part = path.with_suffix(".part")
@@ -344,7 +344,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--decode", type=int, default=512)
     parser.add_argument("--prefill", type=int, default=512)
-    parser.add_argument("--file", default="")
+    parser.add_argument("--file", type=Path)
+    parser.add_argument("--name", default="file", help="of the model in --file")
     parser.add_argument("--openvino", default="")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -357,14 +358,16 @@ def main() -> None:
     path = library()
     isa = instruction_set(path) if path else "functions"
     results: dict[str, Any] = {"instruction_set": isa, "layers": {x: MODELS[x].layers for x in MODELS}}
-    # Other models were measured in other runs.
-    results |= {what: x for what, x in earlier(f"decoders-{isa}").items() if ", " in what}
-    for name in [options.file.partition("=")[0]] if options.file else options.models.split(","):
+    if options.file:
+        results = {"instruction_set": isa, "slots": SLOTS}
+    else:  # other models were measured in other runs
+        results |= {what: x for what, x in earlier(f"decoders-{isa}").items() if what.split(",")[0] in MODELS}
+    for name in [options.name] if options.file else options.models.split(","):
         for kind in ("decode", "prefill"):
             context = getattr(options, kind)
             results[f"{name}, {kind} {context}"] = compare(kind, name, context, options)
             print(name, kind, context, json.dumps(results[f"{name}, {kind} {context}"]), flush=True)
-    save(f"decoders-{isa}", {**results, "load": os.getloadavg()[0]})
+    save(f"decoders{'-file' if options.file else ''}-{isa}", {**results, "load": os.getloadavg()[0]})
 
 
 if __name__ == "__main__":

@@ -101,6 +101,8 @@ class Manifest:
             source = f"--recipe {self.name}"
         elif self.name == name_of(self.recipe.model.path):  # it had no recipe
             source = f"{shlex.quote(self.recipe.model.path)} --budget {self.recipe.budget}"
+            if self.recipe.model.mmproj:
+                source += f" --mmproj {shlex.quote(self.recipe.model.mmproj)}"
         return " ".join(["kvexport build", source, *(f"--set {shlex.quote(x)}" for x in settings), "--out ARTIFACT"])
 
     def to_json(self) -> dict[str, Any]:

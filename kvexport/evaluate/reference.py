@@ -61,7 +61,10 @@ class Reference:
         try:
             with path.open("wb") as file:
                 # On a full disk, a write to a mapped file would end the process.
-                os.posix_fallocate(file.fileno(), 0, size)
+                if hasattr(os, "posix_fallocate"):  # macOS has none
+                    os.posix_fallocate(file.fileno(), 0, size)
+                else:
+                    file.truncate(size)
         except OSError as error:
             raise EnvironmentProblem(
                 f"the full cache's predictions take {format_bytes(size)} in {folder}: {error.strerror or error}",

@@ -242,6 +242,9 @@ def test_model_path_is_relative_to_the_file_that_sets_it(recipe_dir: Path) -> No
     assert load_recipe("a", ["model.path=./weights"]).recipe.model.path == str(here / "weights")
     assert load_recipe("a", ["model.path=local"]).recipe.model.path == str(here / "local")
     assert load_recipe("a", ["model.path=local/none"]).recipe.model.path == "local/none"
+    write(recipe_dir, r="model: {path: m, mmproj: encoder.gguf}\n")
+    assert load_recipe("r").recipe.model.mmproj == str(recipe_dir / "encoder.gguf")
+    assert load_recipe("r", ["model.mmproj=my.gguf"]).recipe.model.mmproj == str(here / "my.gguf")
 
 
 def test_a_base_asks_for_its_model_and_takes_it() -> None:

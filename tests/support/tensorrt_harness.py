@@ -188,14 +188,6 @@ class Caller(OfHeads):
         fields = parsed(vote_attention_node_attributes(attributes, capacity))
         return self._run("VoteAttention", fields, feed, names, "past_", in_place)
 
-    def prepared_attention(self, inputs: Arrays, attributes: Any) -> tuple[Callable[[], None], dict[str, Any]]:
-        """Return a function that enqueues one in-place call, and the call's outputs in the kernels' memory."""
-        feed = {name: inputs[name] for name in INPUTS if name in inputs}
-        names = ("output", *(f"present_{name}" for name in STATE))
-        return self._prepared(
-            "VoteAttention", parsed(vote_attention_node_attributes(attributes)), feed, names, "past_", True
-        )
-
     def layer_merge_cache(
         self, state: Arrays, attributes: Sequence[Any], capacity: Sequence[int], *, in_place: bool = True
     ) -> Arrays:

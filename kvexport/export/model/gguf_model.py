@@ -47,11 +47,14 @@ _LLAMA3 = [
     for factor in (8.0, 16.0, 32.0)
 ]
 # GGUF files that are no models, by their general.type or general.architecture: what they are, and what to use instead.
-_ENCODER = ("the encoder of images or sounds for a model", "take the model's own file, and this one with --mmproj")
+_ENCODER = ("the encoder of images or sounds for a model", "kvexport build MODEL_FILE --mmproj this file")
 _NO_MODELS = {
     "mmproj": _ENCODER,
     "clip": _ENCODER,
-    "adapter": ("a LoRA adapter for a model", "the model's own file, and --adapter NAME=FOLDER in PEFT's format"),
+    "adapter": (
+        "a LoRA adapter for a model",
+        "build the model's own file with --set adapters.count=1, and load the adapter in PEFT's format",
+    ),
     "imatrix": ("an importance matrix, by which llama.cpp rounds a model", "take the model's own file"),
 }
 GATE_UP, DOWN = "gate_up_proj", "down_proj"

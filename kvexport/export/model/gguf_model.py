@@ -53,7 +53,7 @@ _NO_MODELS = {
     "clip": _ENCODER,
     "adapter": (
         "a LoRA adapter for a model",
-        "build the model's own file with --set adapters.count=1, and load the adapter in PEFT's format",
+        "the model's own file with --set adapters.count=1, and PEFT's adapter",
     ),
     "imatrix": ("an importance matrix, by which llama.cpp rounds a model", "take the model's own file"),
 }

@@ -69,7 +69,8 @@ def model_recipe(
         settings.append("cache.dtype=int8")
     image = config.get("mm_tokens_per_image")  # of Gemma 3, whose tokens of an image one call has to read
     chunk = recipe.recipe.export.prefill_chunk
-    if type(image) is int and image > chunk and recipe.origin["export.prefill_chunk"] == "default":
+    own = recipe.origin["export.prefill_chunk"] == "default" and recipe.recipe.cache.slack is None
+    if type(image) is int and image > chunk and own and recipe.recipe.export.images:
         settings.append(f"export.prefill_chunk={min(image, MOST_IMAGE)}")
     return recipe_for(model, slots, max_length=max_length, overrides=[*overrides, *settings]) if settings else recipe
 

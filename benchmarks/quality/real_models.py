@@ -112,6 +112,8 @@ def measured(engine: Engine, texts: dict[str, list[int]], length: int, reference
     losses: dict[int, Figures] = {}
     for prompt in (round(part * length) for part in PROMPTS):
         after = [Sample(x[: prompt + NEXT], prompt, list(range(prompt - 1, prompt + NEXT - 1))) for x in ids]
+        if any(len(x) < prompt + NEXT for x in ids):
+            continue
 
         def loss(lane: int, i: int, row: NDArray[np.float32], prompt: int = prompt) -> float:
             return -float(row[ids[lane][prompt + i]])

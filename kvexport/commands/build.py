@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from enum import Enum
@@ -78,7 +79,7 @@ def build(
     start = time.monotonic()
     built = build_artifact(
         recipe,
-        [*(overrides or ()), *([f"model.mmproj={mmproj}"] if mmproj else [])],
+        [*(overrides or ()), *([f"model.mmproj={json.dumps(str(mmproj))}"] if mmproj else [])],
         out,
         backend,
         stage,

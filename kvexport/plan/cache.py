@@ -193,9 +193,9 @@ class CachePlan:
                 yield tensor.past(place), tensor.present(place), layer, tensor.name
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return the plan as in a manifest, where a layer that stores its values has no key `value_in_key`."""
+        """Return the plan as in a manifest, which leaves out `value_in_key` and `key_shift` where they say nothing."""
         layers = [asdict(layer) for layer in self.caches]
-        return [{k: x for k, x in layer.items() if k != "value_in_key" or x} for layer in layers]
+        return [{k: x for k, x in layer.items() if k not in ("value_in_key", "key_shift") or x} for layer in layers]
 
     def recurrent_json(self) -> dict[str, Any]:
         """Return the key `recurrent` of an artifact's manifest; no key if the KV caches of all layers are the state."""

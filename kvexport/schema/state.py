@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-CONTRACT_VERSION = 10  # the version of docs/reference/contract.md
+CONTRACT_VERSION = 11  # the version of docs/reference/contract.md
 T = TypeVar("T")
 DType = Literal["cache", "float32", "float16", "int32"]
 # Every dimension by its letter: its name in C, and the things that it counts.

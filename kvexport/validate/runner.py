@@ -62,7 +62,10 @@ def validate_artifact(
     runtime = backends.get(backend or recipe.backend.name)
     where = runtime.device(recipe)
     if checkpoint:
-        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": checkpoint})})
+        named: dict[str, Any] = {"path": checkpoint}
+        if recipe.model.mmproj:  # the encoder of a GGUF file moved with it
+            named["mmproj"] = str(Path(checkpoint).with_name(Path(recipe.model.mmproj).name))
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=named)})
     with progress("loading PyTorch and the engine", None):
         shape = read_model(recipe)
         require_checkpoint(shape.checkpoint, manifest, path)

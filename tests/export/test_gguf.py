@@ -244,6 +244,7 @@ def test_sentencepiece_merges_the_pair_of_highest_score(tmp_path: Path, tiny_che
         ({"tokenizer.ggml.pre": "unheard"}, "splits text as 'unheard'"),
         ({"tokenizer.ggml.bos_token_id": 99}, "unusable metadata"),
         ({"llama.context_length": "long"}, "max_position_embeddings"),
+        ({"llama.block_count": 1 << 31}, "block_count should be from 1 to 1024, found 2147483648"),
     ],
 )
 def test_unusable_files_are_named(tmp_path: Path, tiny_checkpoint: Path, more: dict[str, Any], message: str) -> None:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from kvexport.engine.load import load
 from kvexport.errors import UsageError
 from kvexport.export.build import build
-from kvexport.export.model.gguf_vision import _PROJECTORS
+from kvexport.export.model.gguf import read_gguf
+from kvexport.export.model.gguf_vision import _PROJECTORS, _deep_layers, _Facts
 from kvexport.recipe.fields import Recipe
 from tests.export.test_vision import logits_with_images
 from tests.support import models, vision
@@ -270,6 +271,16 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
             build(_recipe(model, file), tmp_path / "artifact")
     refused = run("build", str(mmproj), "--out", str(tmp_path / "artifact"))
     assert refused.exit_code and "--mmproj" in refused.stderr
+
+
+def test_metadata_that_no_encoder_has_is_named(tmp_path: Path) -> None:
+    _, text, mmproj = _files("qwen3_vl", tmp_path)
+    encoder = read_gguf(mmproj)
+    encoder.metadata["clip.vision.is_deepstack_layers"] = 5
+    assert _deep_layers(encoder) == []
+    encoder.metadata["clip.vision.block_count"] = 1 << 31
+    with pytest.raises(ValueError, match="block_count should be from 1 to 1024"):
+        _Facts(encoder, read_gguf(text))
 
 
 def test_the_command_takes_both_files(tmp_path: Path) -> None:

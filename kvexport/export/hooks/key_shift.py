@@ -23,7 +23,9 @@ POSITIONS = 4096
 
 
 def key_bias(module: nn.Module) -> Tensor | None:
-    """Return the bias of an attention module's key projection, or None if it has none."""
+    """Return the bias of an attention module's keys; None if they have none, or are normalized after it."""
+    if any(name.startswith("k") and "norm" in name for name, _ in module.named_children()):
+        return None
     bias: Tensor | None = getattr(getattr(module, "k_proj", None), "bias", None)
     return bias
 

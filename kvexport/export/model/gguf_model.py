@@ -57,6 +57,7 @@ _NO_MODELS = {
     ),
     "imatrix": ("an importance matrix, by which llama.cpp rounds a model", "take the model's own file"),
 }
+MOST_LAYERS = 1024
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 TEXTS_VERSION = 2  # version of the cached files that `write_texts` writes
 
@@ -266,9 +267,16 @@ class _Metadata(dict[str, Any]):
         raise KeyError(self._prefix + key)
 
 
+def check_layers(count: Any) -> None:
+    """Raise ValueError for a number of layers that no model has, before a list has an entry for each."""
+    if type(count) is not int or not 0 < count <= MOST_LAYERS:
+        raise ValueError(f"block_count should be from 1 to {MOST_LAYERS}, found {str(count)[:40]}")
+
+
 def _config(gguf: Gguf) -> dict[str, Any]:
     kind, architecture = _architecture(gguf)
     meta = _Metadata(kind, gguf.metadata)
+    check_layers(meta["block_count"])
     heads = meta["attention.head_count"]
     base = shortest(meta.get("rope.freq_base", 10000.0))
     rotated, size = meta.get("rope.dimension_count"), meta.get("attention.key_length")

@@ -23,7 +23,7 @@ from kvexport.export.model.cached import cache_folder, write_once
 from kvexport.export.model.ggml_blocks import LAYOUTS
 from kvexport.export.model.gguf import FLOATS, Gguf, GgufWeight, read_gguf
 from kvexport.export.model.gguf_architectures import shortest
-from kvexport.export.model.gguf_model import TEXTS_VERSION, tensors_of, write_texts
+from kvexport.export.model.gguf_model import TEXTS_VERSION, check_layers, tensors_of, write_texts
 from kvexport.export.model.gguf_tokenizer import write_json
 from kvexport.export.model.tensors import Array, Dense, Source, dense_values
 from kvexport.tensor_files.casting import load_tensor
@@ -81,6 +81,7 @@ class _Facts(dict[str, Any]):
     def __init__(self, gguf: Gguf, text: Gguf) -> None:
         prefix = "clip.vision."
         super().__init__({key.removeprefix(prefix): x for key, x in gguf.metadata.items() if key.startswith(prefix)})
+        check_layers(self["block_count"])
         self.gguf, self.tokens = gguf, text.metadata["tokenizer.ggml.tokens"]
         self.inner = max(self.rows(f"v.blk.0.ffn_{name}.weight") for name in ("up", "down"))
         self.deep = _deep_layers(gguf)
@@ -181,7 +182,8 @@ def _qwen3_vl(facts: _Facts) -> Settings:
 
 
 def _deep_layers(gguf: Gguf) -> list[int]:
-    return [i for i, is_deep in enumerate(gguf.metadata.get("clip.vision.is_deepstack_layers", ())) if is_deep]
+    deep = gguf.metadata.get("clip.vision.is_deepstack_layers", [])
+    return [i for i, is_deep in enumerate(deep) if is_deep] if isinstance(deep, list) else []
 
 
 @dataclass(frozen=True)
@@ -304,6 +306,12 @@ def _encoder_tensors(gguf: Gguf, projector: _Projector) -> dict[str, TensorEntry
     for name, own in parts.items():
         ordered = tuple(own[key] for key in sorted(own, key=lambda key: "qkvd1".find(key[-1])))
         rows, *rest = ordered[0].shape
+        if len({part.shape if ".1" in own else part.shape[1:] for part in ordered}) > 1:
+            shapes = ", ".join(str(list(part.shape)) for part in ordered)
+            raise UsageError(
+                f"{gguf.file} has parts of {name} with shapes that do not fit each other: {shapes}",
+                f"download {gguf.file.name} again",
+            )
         shape = (rows, *rest[:1], 2, *rest[1:]) if ".1" in own else (sum(part.shape[0] for part in ordered), *rest)
         whole[name] = ordered[0] if len(ordered) == 1 else _Joined(name, ordered, shape, ".1" in own)
     return whole

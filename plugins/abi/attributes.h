@@ -11,7 +11,7 @@ namespace kv {
 
 // The digest of the schema that the library is compiled with. A library of another version is refused before
 // it reads a node.
-inline constexpr const char* kSchema = "6912160841b9";
+inline constexpr const char* kSchema = "3238f31d620d";
 
 inline constexpr AttributeName kVoteAttentionAttributes[] = {
     {"scale", kFloat},

@@ -359,6 +359,7 @@ def decoder_tables() -> dict[str, str]:
         ),
         "decoder types of other results": table(("type", "reason"), *(_type_row(name, types[name]) for name in others)),
         "decoders": decoders(),
+        "decoders file": decoders_of_a_file("avx512vnni"),
     }
 
 
@@ -379,6 +380,19 @@ def decoders() -> str:
     peers = ("llama.cpp", "genai", "ratio to llama.cpp", "ratio to genai")
     header = ("layers of", "layers", "instruction set", "tokens", "kvexport", *peers, "goal")
     return table(header, *rows)
+
+
+def decoders_of_a_file(isa: str) -> str:
+    """Return the table of a GGUF file that people have beside llama.cpp and OpenVINO GenAI."""
+    rows = []
+    for what, r in load(f"decoders-file-{isa}").items():
+        if isinstance(r, dict) and "tokens_per_second" in r:
+            speed = [f"{r['tokens_per_second'][side]:.1f}" for side in ("kvexport", "slots", "llamacpp", "openvino")]
+            ratios = [f"{r[key]:.2f}" for key in ("over_llamacpp", "over_llamacpp_with_slots", "over_openvino")]
+            rows.append((what.partition(", ")[2], *speed, *ratios))
+    sides = ("kvexport", "in 512 slots", "llama.cpp", "OpenVINO GenAI")
+    over = ("over llama.cpp", "in 512 slots over llama.cpp", "over OpenVINO GenAI")
+    return table(("tokens", *sides, *over), *rows)
 
 
 def _type_row(name: str, result: dict[str, Any]) -> tuple[str, str]:

@@ -2,7 +2,8 @@
 
     python benchmarks/speed/decoders.py --work DIR --llamacpp DIR [--genai DIR]
                                   [--models qwen3-30b-a3b,gpt-oss-20b,qwen3.5-4b] [--rounds 9]
-                                  [--decode 512] [--prefill 512] [--file FILE.gguf --name NAME [--openvino DIR]]
+                                  [--decode 512] [--prefill 512] [--kinds decode,prefill]
+                                  [--file FILE.gguf --name NAME [--openvino DIR]]
 
 Results of models that are not measured again stay.
 
@@ -344,6 +345,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--decode", type=int, default=512)
     parser.add_argument("--prefill", type=int, default=512)
+    parser.add_argument("--kinds", default="decode,prefill")
     parser.add_argument("--file", type=Path)
     parser.add_argument("--name", default="file", help="of the model in --file")
     parser.add_argument("--openvino", default="")
@@ -359,11 +361,12 @@ def main() -> None:
     isa = instruction_set(path) if path else "functions"
     results: dict[str, Any] = {"instruction_set": isa, "layers": {x: MODELS[x].layers for x in MODELS}}
     if options.file:
-        results = {"instruction_set": isa, "slots": SLOTS}
+        own = earlier(f"decoders-file-{isa}").items()  # other contexts were measured in other runs
+        results = {"instruction_set": isa, "slots": SLOTS} | {what: x for what, x in own if ", " in what}
     else:  # other models were measured in other runs
         results |= {what: x for what, x in earlier(f"decoders-{isa}").items() if what.split(",")[0] in MODELS}
     for name in [options.name] if options.file else options.models.split(","):
-        for kind in ("decode", "prefill"):
+        for kind in options.kinds.split(","):
             context = getattr(options, kind)
             results[f"{name}, {kind} {context}"] = compare(kind, name, context, options)
             print(name, kind, context, json.dumps(results[f"{name}, {kind} {context}"]), flush=True)

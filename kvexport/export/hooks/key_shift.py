@@ -1,7 +1,7 @@
 """The shift of keys: a vector that all keys of a KV head share is taken off before a quantized cache stores them.
 
-Some models (Qwen2) add a bias to their keys that is a thousand times larger than what tokens add, in planes that the
-rotary embedding hardly rotates. A quantized cache would spend its few bits on that bias. Softmax ignores a vector that
+Some models (Qwen2) add a bias to their keys with a few very large numbers, in planes that the rotary embedding hardly
+rotates. A quantized cache would spend its few bits on that bias. Softmax ignores a vector that
 is taken off all keys, since it takes the same number off all of a query's logits.
 """
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from kvexport.methods.primitives.pairs import turned
 from kvexport.methods.slots import Rotary
 
 if TYPE_CHECKING:
@@ -39,15 +40,8 @@ def shifted(module: nn.Module, key: Tensor, rotary: Rotary | None) -> Tensor:
     if rotary is None or bias is None:
         return key
     cosine, sine = (torch.tensor(x, dtype=bias.dtype, device=bias.device) for x in mean_rotation(rotary))
-    planes, bias = len(rotary.inverse_frequencies), bias.view(key.shape[1], 1, key.shape[3])
-    plain, rest = bias[..., : 2 * planes], bias[..., 2 * planes :]
-    if rotary.interleaved:
-        x, y = plain[..., ::2], plain[..., 1::2]
-        mean = torch.stack([x * cosine - y * sine, y * cosine + x * sine], -1).flatten(-2)
-    else:
-        x, y = plain[..., :planes], plain[..., planes:]
-        mean = torch.cat([x * cosine - y * sine, y * cosine + x * sine], -1)
-    return key - torch.cat([mean, rest], -1)
+    bias = bias.view(key.shape[1], 1, key.shape[3])
+    return key - turned(bias, cosine, sine, interleaved=rotary.interleaved)
 
 
 def mean_rotation(rotary: Rotary) -> tuple[list[float], list[float]]:

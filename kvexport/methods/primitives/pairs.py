@@ -105,9 +105,16 @@ def rotated(key: Tensor, steps: Tensor, rotary: Rotary) -> Tensor:
     if not planes:
         return key
     angle = steps[..., None].float() * torch.tensor(rotary.inverse_frequencies, dtype=torch.float32, device=key.device)
-    cosine, sine = torch.cos(angle), torch.sin(angle)
+    return turned(key, torch.cos(angle), torch.sin(angle), interleaved=rotary.interleaved)
+
+
+def turned(key: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool) -> Tensor:
+    """Return keys [..., D] whose first 2F dimensions are turned in F planes, by cosines and sines [..., F]."""
+    import torch
+
+    planes = cosine.shape[-1]
     plain = key[..., : 2 * planes]
-    if rotary.interleaved:
+    if interleaved:
         x, y = plain[..., ::2], plain[..., 1::2]
         result = torch.stack([x * cosine - y * sine, y * cosine + x * sine], dim=-1).flatten(-2)
     else:

@@ -26,7 +26,7 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,28 +125,50 @@ def contained(said: str, answers: Sequence[str]) -> float:
     return sum(answer.lower() in said.lower() for answer in answers) / len(answers)
 
 
-def answered(engine: Engine, asked: Sequence[Asked], tokens: int) -> list[float]:
-    """Return the scores of the answers to questions, which are decoded as one batch."""
+def decoded(
+    engine: Engine,
+    reads: Sequence[Any],
+    texts: Sequence[str],
+    tokens: int,
+    enough: Callable[[int, str], bool] = lambda _, __: False,
+) -> list[str]:
+    """Return greedy answers of at most `tokens` tokens to texts, which are decoded as one batch.
+
+    `reads` are saved states of the cache, which the texts follow, or None. An answer ends early where `enough` says so.
+    """
     tokenizer = engine.tokenizer
     assert tokenizer is not None
-    ends, lanes = set(engine.settings().eos_token_ids), engine.lanes(len(asked))
-    for lane, (read, _, _) in enumerate(asked):
+    ends, lanes = set(engine.settings().eos_token_ids), engine.lanes(len(texts))
+    for lane, read in enumerate(reads):
         if read is not None:
             lanes.restore(lane, read)
-    logits = lanes.prefill([ids_of(engine, text) for _, text, _ in asked])
-    answers: list[list[int]] = [[] for _ in asked]
-    scores = [0.0] * len(asked)
-    open_lanes = set(range(len(asked)))
+    logits = lanes.prefill([ids_of(engine, text) for text in texts])
+    answers: list[list[int]] = [[] for _ in texts]
+    said = [""] * len(texts)
+    open_lanes = set(range(len(texts)))
     while open_lanes:
         given = logits.argmax(-1).tolist()
         for lane in list(open_lanes):
-            answers[lane].append(given[lane])
-            scores[lane] = contained(tokenizer.decode(answers[lane]), asked[lane].answers)
-            # The score counts what the answer contains, so nothing that follows a complete answer can change it.
-            if scores[lane] == 1 or len(answers[lane]) == tokens or given[lane] in ends:
+            if given[lane] not in ends:
+                answers[lane].append(given[lane])
+                said[lane] = tokenizer.decode(answers[lane])
+            if given[lane] in ends or len(answers[lane]) == tokens or enough(lane, said[lane]):
                 open_lanes.remove(lane)
-        logits = lanes.append([[token] for token in given])[:, 0]
-    return scores
+        if open_lanes:
+            logits = lanes.append([[token] for token in given])[:, 0]
+    return said
+
+
+def answered(engine: Engine, asked: Sequence[Asked], tokens: int) -> list[float]:
+    """Return the scores of the answers to questions."""
+
+    def score(lane: int, said: str) -> float:
+        return contained(said, asked[lane].answers)
+
+    # The score counts what the answer contains, so nothing that follows a complete answer can change it.
+    reads, texts = [x.read for x in asked], [x.text for x in asked]
+    said = decoded(engine, reads, texts, tokens, lambda lane, text: score(lane, text) == 1)
+    return list(map(score, range(len(asked)), said))
 
 
 def engine_of(setting: str, options: argparse.Namespace, folder: Path) -> Engine:

@@ -24,7 +24,7 @@ struct PanelGroups {
         scale_type(weight.scale_type) {
     kind = has_zeros(weight)                      ? kZero
            : !weight.minimum                      ? kNone
-           : weight.minimum_type == KV_SUB_SCALES ? kSubMinimum
+           : kv_is_sub_scale(weight.minimum_type) ? kSubMinimum
            : weight.minimum_type == KV_FLOAT32    ? kFloatMinimum
                                                   : kHalfMinimum;
     center = weight.is_signed ? 0 : center_of(weight);
@@ -35,24 +35,45 @@ struct PanelGroups {
   static vf numbers(const uint8_t* at, bool floats, int64_t i) {
     return floats ? load(reinterpret_cast<const float*>(at) + i) : load(reinterpret_cast<const half*>(at) + i);
   }
-  // Returns 2^(e - 128) for W bytes e, with the same bits as power_of (packed.h).
-  static vf powers(const uint8_t* at) {
+  // Returns W bytes, each in a lane.
+  static vi bytes(const uint8_t* at) {
+#if defined(KV_NEON)
+    uint32_t four;
+    memcpy(&four, at, sizeof four);
+    return (vi)vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)))));
+#else
     typedef uint8_t vb __attribute__((vector_size(W)));
     vb bytes;
     memcpy(&bytes, at, sizeof bytes);
-    vi exponents = __builtin_convertvector(bytes, vi);
+    return __builtin_convertvector(bytes, vi);
+#endif
+  }
+  // Returns 2^(e - 128) for W bytes e, with the same bits as power_of (packed.h).
+  static vf powers(const uint8_t* at) {
+    vi exponents = bytes(at);
     exponents = (exponents + (exponents > 0)) << 23;
     vf power;
     memcpy(&power, &exponents, sizeof power);
     return power;
   }
-  // Returns the numbers at `at` times their super-scales. minimum: 1 for those of minima.
+  // Returns the sub-scales at `at`.
+  vf factors(const uint8_t* at, int64_t group, int slice) const {
+    const auto row = [&](int64_t i) { return at + i * kPanelColumns + slice * W; };
+    if (scale_type == KV_SUB_SCALES) return load(reinterpret_cast<const int8_t*>(row(group)));
+    if (scale_type == KV_SUB_SCALES_4)
+      return __builtin_convertvector(bytes(row(group >> 1)) >> static_cast<int>(4 * (group & 1)) & 15, vf);
+    const int64_t first = 3 * (group >> 2), i = group & 3;
+    const vi sixes = i < 3 ? bytes(row(first + i)) & 63
+                           : bytes(row(first)) >> 6 | bytes(row(first + 1)) >> 6 << 2 | bytes(row(first + 2)) >> 6 << 4;
+    return __builtin_convertvector(sixes - 32, vf);
+  }
+  // Returns the sub-scales at `at` times their super-scales. minimum: 1 for those of minima.
   vf sub_scales(const uint8_t* at, int64_t group, int slice, int minimum) const {
-    const half* const factors = super + (group >> groups_shift) * super_step + minimum * kPanelColumns;
-    return load(reinterpret_cast<const int8_t*>(at) + group * kPanelColumns + slice * W) * load(factors + slice * W);
+    const half* const supers = super + (group >> groups_shift) * super_step + minimum * kPanelColumns;
+    return factors(at, group, slice) * load(supers + slice * W);
   }
   vf scales(int64_t group, int slice) const {
-    if (scale_type == KV_SUB_SCALES) return sub_scales(scale, group, slice, 0);
+    if (kv_is_sub_scale(scale_type)) return sub_scales(scale, group, slice, 0);
     if (scale_type == KV_EXPONENTS) return powers(scale + group * kPanelColumns + slice * W);
     return numbers(scale, scale_type == KV_FLOAT32, group * kPanelColumns + slice * W);
   }

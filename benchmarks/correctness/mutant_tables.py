@@ -74,8 +74,8 @@ KERNELS: dict[str, list[tuple[str, ...]]] = {
     "cpu/linear/panel_groups.h": [
         ("a zero point is added", "* -scale_of_group", "* scale_of_group"),
         ("unsigned numbers with a minimum lack their center", " + static_cast<float>(center) * scale_of_group;", ";"),
-        ("the other scale of a byte, 2 bits", "4 * (group & 1)", "4 * (~group & 1)"),
-        ("every fourth scale lacks bits, 3 bits", " | bytes(row(first + 2)) >> 6 << 4;", ";"),
+        ("the other scale of a byte, 2 bits", "4 * (i & 1) & 15", "4 * (~i & 1) & 15"),
+        ("every fourth scale lacks bits, 3 bits", " | row(2) >> 6 << 4;", ";"),
     ],
     "cpu/linear/rounding.h": [
         ("a block's sum has no step", "= size * static_cast<float>(256 * high + low)",

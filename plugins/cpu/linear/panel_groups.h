@@ -37,7 +37,11 @@ struct PanelGroups {
   }
   // Returns W bytes, each in a lane.
   static vi bytes(const uint8_t* at) {
-#if defined(KV_NEON)
+#if defined(__AVX512F__)
+    return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+#elif defined(__AVX2__)
+    return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+#elif defined(KV_NEON)
     uint32_t four;
     memcpy(&four, at, sizeof four);
     return (vi)vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)))));
@@ -56,16 +60,21 @@ struct PanelGroups {
     memcpy(&power, &exponents, sizeof power);
     return power;
   }
+  // Returns number i of four sub-scales of 4 or 6 bits, whose bytes begin at `four`.
+  template <int kType>
+  static vf factor(const uint8_t* four, int i) {
+    const auto row = [&](int n) { return bytes(four + n * kPanelColumns); };
+    if (kType == KV_SUB_SCALES_4) return __builtin_convertvector(row(i >> 1) >> 4 * (i & 1) & 15, vf);
+    const vi sixes = i < 3 ? row(i) & 63 : row(0) >> 6 | row(1) >> 6 << 2 | row(2) >> 6 << 4;
+    return __builtin_convertvector(sixes - 32, vf);
+  }
   // Returns the sub-scales at `at`.
   vf factors(const uint8_t* at, int64_t group, int slice) const {
-    const auto row = [&](int64_t i) { return at + i * kPanelColumns + slice * W; };
-    if (scale_type == KV_SUB_SCALES) return load(reinterpret_cast<const int8_t*>(row(group)));
-    if (scale_type == KV_SUB_SCALES_4)
-      return __builtin_convertvector(bytes(row(group >> 1)) >> static_cast<int>(4 * (group & 1)) & 15, vf);
-    const int64_t first = 3 * (group >> 2), i = group & 3;
-    const vi sixes = i < 3 ? bytes(row(first + i)) & 63
-                           : bytes(row(first)) >> 6 | bytes(row(first + 1)) >> 6 << 2 | bytes(row(first + 2)) >> 6 << 4;
-    return __builtin_convertvector(sixes - 32, vf);
+    at += slice * W;
+    if (scale_type == KV_SUB_SCALES) return load(reinterpret_cast<const int8_t*>(at) + group * kPanelColumns);
+    const uint8_t* const four = at + group / 4 * kPanelColumns * kv_scale_bits(scale_type) / 2;
+    const int i = static_cast<int>(group % 4);
+    return scale_type == KV_SUB_SCALES_4 ? factor<KV_SUB_SCALES_4>(four, i) : factor<KV_SUB_SCALES_6>(four, i);
   }
   // Returns the sub-scales at `at` times their super-scales. minimum: 1 for those of minima.
   vf sub_scales(const uint8_t* at, int64_t group, int slice, int minimum) const {

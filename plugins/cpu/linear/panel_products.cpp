@@ -39,7 +39,7 @@ constexpr int high_bits_of(Read read) {
 // The bits of the numbers that are multiplied.
 constexpr int bits_of(Read read) { return is_narrow(read) || read == Read::kFour ? 4 : high_bits_of(read) ? 6 : 8; }
 constexpr int center_of(Read read) {
-  return is_narrow(read) ? 2 << high_bits_of(read) : bits_of(read) == 8 ? 128 : 8 << high_bits_of(read);
+  return is_narrow(read) ? 4 * high_bits_of(read) : bits_of(read) == 8 ? 128 : 8 << high_bits_of(read);
 }
 constexpr int unit_of(Read read) { return is_narrow(read) ? 16 : read == Read::kEight ? 4 : 8; }
 // The inputs of a block if all weights of the kind have blocks of one size, otherwise 0.
@@ -52,8 +52,7 @@ using NumbersOf = Table<!Dots<8>::kCentered>;
 // Returns center / 8 times `start`, which is a multiple of 8.
 template <Read kRead>
 static KV_INLINE int start_of(int start) {
-  return center_of(kRead) < 8 ? start >> (is_narrow(kRead) ? 2 - high_bits_of(kRead) : 0)
-                              : center_of(kRead) / 8 * start;
+  return center_of(kRead) == 4 ? start >> 1 : center_of(kRead) / 8 * start;
 }
 
 // Returns, from the fifth bit of every byte on, the kHigh upper bits of the inputs 4 quad to 4 quad + 3.
@@ -235,16 +234,60 @@ static void panel_tile(const KvWeight& weight, const PanelLayout& l, const uint8
           __asm__("" : "+r"(low.integers));  // this rare pass reads integers again, since no register can keep them
         add_low_bytes<kRead, kRows, kBlock>(fine[-1], low, scale, offset, y);
       }
-      if (kRead != Read::kThree)
-        b.integers += bytes;
-      else if (b.odd = !b.odd; !b.odd)
-        b.integers += 2 * bytes;
-      b.ahead += bytes, b.values += block * kRows;
+      b.integers += bytes, b.ahead += bytes, b.values += block * kRows;
       b.step += kRows, b.sum += kRows, b.start += kParts * kRows;
     }
   }
   for (int i = 0; i < kRows; ++i)
     for (int s = 0; s < kSlices; ++s) store(out + i * stride + s * W, y[i][s]);
+}
+
+// As panel_tile, for numbers of 2 and 3 bits, whose groups have 16 inputs. Products with sub-scales are summed, and the
+// sums of 256 inputs are multiplied by their super-scales: less work for groups as small as these.
+template <Read kRead, int kRows, bool kTall>
+static void narrow_tile(const KvWeight& weight, const PanelLayout& l, const uint8_t* panel, const RoundedTile& x,
+                        float* out, int64_t stride) {
+  constexpr int kBlock = block_of(kRead), kFour = 4;  // kFour: groups whose sub-scales are read together
+  constexpr bool kThree = kRead == Read::kThree;
+  constexpr int kType = kThree ? KV_SUB_SCALES_6 : KV_SUB_SCALES_4;
+  constexpr int64_t kPair = (kThree ? 3 : 2) * kPanelLine;  // bytes of the integers of two groups
+  const PanelGroups groups(weight, l, panel);
+  const half* super = groups.super;
+  const uint8_t *scale = panel, *minimum = panel + l.offsets, *fine = x.fine;
+  const int64_t numbers = l.integers / l.groups;  // bytes of the scales and minima of a group
+  PanelBlock b{
+      panel + l.integers, panel + kPanelAhead, kBlock, 0, false, x.values, x.apart, x.step, x.sum, x.start, {}};
+  vf y[kRows][kSlices] = {};
+  for (int64_t k = 0; k < l.inputs; k += KV_SUPER, super += groups.super_step) {
+    vf products[kRows][kSlices] = {}, least[kRows][kSlices] = {};
+    for (int four = 0; four < KV_SUPER / kBlock / kFour; ++four) {
+      vf factor[kFour][kSlices], offset[kFour][kSlices];
+#pragma GCC unroll 4
+      for (int i = 0; i < kFour; ++i)
+        for (int s = 0; s < kSlices; ++s) {
+          factor[i][s] = PanelGroups::factor<kType>(scale + s * W, i);
+          if (!kThree) offset[i][s] = PanelGroups::factor<kType>(minimum + s * W, i);
+        }
+      scale += kPanelColumns * kFour * kv_scale_bits(kType) / 8, minimum += kPanelColumns * kFour / 2;
+      for (int i = 0; i < kFour; ++i) {
+        b.odd = i & 1;
+        add_block<kRead, kRows, kBlock, kTall ? Pass::kHigh : Pass::kBoth>(b, factor[i], offset[i], products);
+        if (kTall && __builtin_expect(*fine++, 0))
+          add_low_bytes<kRead, kRows, kBlock>(fine[-1], b, factor[i], offset[i], products);
+        for (int r = 0; r < kRows && !kThree; ++r)
+          for (int s = 0; s < kSlices; ++s) least[r][s] += offset[i][s] * b.sum[r];
+        b.integers += kThree ? (i & 1) * kPair : kPair / 2, b.ahead += kPair / 2 + numbers, b.values += kBlock * kRows;
+        b.step += kRows, b.sum += kRows, b.start += kParts * kRows;
+      }
+    }
+    for (int r = 0; r < kRows; ++r)
+      for (int s = 0; s < kSlices; ++s) {
+        y[r][s] += products[r][s] * load(super + s * W);
+        if (!kThree) y[r][s] += least[r][s] * load(super + kPanelColumns + s * W);
+      }
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int s = 0; s < kSlices; ++s) store(out + r * stride + s * W, y[r][s]);
 }
 
 using PanelTile = void (*)(const KvWeight&, const PanelLayout&, const uint8_t*, const RoundedTile&, float*, int64_t);
@@ -253,7 +296,10 @@ template <Read kRead, int kBlock, bool kTall, int kRows = kTall ? kTallRows : kF
 static inline PanelTile tile_of_rows(int rows) {
   if constexpr (kRows > 1)
     if (rows < kRows) return tile_of_rows<kRead, kBlock, kTall, kRows - 1>(rows);
-  return panel_tile<kRead, kRows, kBlock, kTall>;
+  if constexpr (is_narrow(kRead))
+    return narrow_tile<kRead, kRows, kTall>;
+  else
+    return panel_tile<kRead, kRows, kBlock, kTall>;
 }
 
 template <Read kRead>

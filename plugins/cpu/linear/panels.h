@@ -18,10 +18,10 @@
 //
 // With a table, integers are its indices, and u below is 128 + the number at an index; center is 128.
 //
-// Integers u and zero points are unsigned; signed ones have their highest bit flipped. center is 2^(bits - 1). A value
-// is (u - center) scale + offset. offset is (center - zero) scale; or minimum of a signed weight and minimum + center
-// scale of an unsigned one; or 0. If the group is a whole row, inputs are padded to a multiple of 32 with integers
-// equal to `center`.
+// Integers u and zero points are unsigned; signed ones have their highest bit flipped. center is 2^(bits - 1), or 0 for
+// 2 bits. A value is (u - center) scale + offset. offset is (center - zero) scale; or minimum of a signed weight and
+// minimum + center scale of an unsigned one; or 0. If the group is a whole row, inputs are padded to a multiple of 32
+// with integers equal to `center`.
 #pragma once
 
 #include "../../abi/linear.h"
@@ -53,7 +53,9 @@ struct PanelLayout {
 };
 
 static inline int64_t whole_lines(int64_t bytes) { return (bytes + kPanelLine - 1) / kPanelLine * kPanelLine; }
-static inline int center_of(const KvWeight& weight) { return weight.table ? 128 : 1 << (weight.bits - 1); }
+static inline int center_of(const KvWeight& weight) {
+  return weight.table ? 128 : weight.bits == 2 ? 0 : 1 << (weight.bits - 1);
+}
 
 // Returns whether offsets are zero points. An unsigned weight without offsets has zero points of 0: its values are u
 // scale.

@@ -253,7 +253,8 @@ def scales(packing: PackedFormat, stored: Mapping[str, Array], name: str = "scal
     if not packing.has_supers:
         return factors.astype(np.float32)
     supers = np.repeat(stored[f"super_{name}"].astype(np.float32), SUPER // packing.group, axis=-1)
-    return factors.reshape(supers.shape) * supers
+    scaled: NDArray[np.float32] = factors.reshape(supers.shape) * supers
+    return scaled
 
 
 def dequantize(packing: PackedFormat, outputs: int, inputs: int, stored: Mapping[str, Array]) -> NDArray[np.float32]:

@@ -233,8 +233,9 @@ def integers(packing: PackedFormat, outputs: int, inputs: int, stored: Mapping[s
         numbers = unpack_fields(numbers, 2)
     if not packing.high_bits:
         return numbers
-    numbers = numbers | unpack_fields(stored["high"].reshape(outputs, -1), packing.high_bits) << packing.low_bits
-    return numbers.view(np.int8) - np.int8(1 << (packing.bits - 1)) if packing.signed else numbers
+    upper = unpack_fields(stored["high"].reshape(outputs, -1), packing.high_bits)
+    joined: Array = numbers | upper << packing.low_bits
+    return joined.view(np.int8) - np.int8(1 << (packing.bits - 1)) if packing.signed else joined
 
 
 def scales(packing: PackedFormat, stored: Mapping[str, Array], name: str = "scale") -> NDArray[np.float32]:
@@ -253,8 +254,7 @@ def scales(packing: PackedFormat, stored: Mapping[str, Array], name: str = "scal
     if not packing.has_supers:
         return factors.astype(np.float32)
     supers = np.repeat(stored[f"super_{name}"].astype(np.float32), SUPER // packing.group, axis=-1)
-    scaled: NDArray[np.float32] = factors.reshape(supers.shape) * supers
-    return scaled
+    return factors.reshape(supers.shape) * supers
 
 
 def dequantize(packing: PackedFormat, outputs: int, inputs: int, stored: Mapping[str, Array]) -> NDArray[np.float32]:

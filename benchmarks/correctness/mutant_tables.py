@@ -69,10 +69,13 @@ KERNELS: dict[str, list[tuple[str, ...]]] = {
         ("the low byte of an input is dropped", "vi total = total_of(i, kBytes - 1);",
          "vi total = total_of(i, kBytes - 1) & (kBytes == 2 ? -256 : -1);"),
         ("the low bytes of other rows are added", "fine & 1 << kGroup", "fine & 2 << kGroup"),
+        ("the upper bits of the first 16 inputs, 3 bits", "upper >>= odd ? 4 : 0;", "upper >>= 0;"),
     ],
     "cpu/linear/panel_groups.h": [
         ("a zero point is added", "* -scale_of_group", "* scale_of_group"),
         ("unsigned numbers with a minimum lack their center", " + static_cast<float>(center) * scale_of_group;", ";"),
+        ("the other scale of a byte, 2 bits", "4 * (i & 1) & 15", "4 * (~i & 1) & 15"),
+        ("every fourth scale lacks bits, 3 bits", " | row(2) >> 6 << 4;", ";"),
     ],
     "cpu/linear/rounding.h": [
         ("a block's sum has no step", "= size * static_cast<float>(256 * high + low)",
@@ -93,6 +96,8 @@ KERNELS: dict[str, list[tuple[str, ...]]] = {
     "cpu/linear/panel_floats.h": [
         ("the high half of a byte is the low one, inputs as they are", "high = (all >> 4) & 0x0f0f0f0f;",
          "high = all & 0x0f0f0f0f;"),
+        ("the upper bits of the first 16 inputs, 3 bits, inputs as they are",
+         "upper >>= static_cast<int>(k % l.chunk / 4);", "upper >>= 0;"),
     ],
     "cpu/linear/packed.h": [
         ("halves of a byte in the other order, inputs as they are",

@@ -5,7 +5,8 @@
 
 Matrices are multiplied with one row and with a prompt's rows. The sides are Linear with int4, int8 (groups of 32,
 scales in float16) and float16 weights, the first two also with inputs that are not rounded (`float_input`),
-and ONNX Runtime's MatMulNBits (int4, groups of 32, accuracy level 4). All run in turn in one process. `read_share` is
+ONNX Runtime's MatMulNBits (int4, groups of 32, accuracy level 4), and by name the K types of GGUF files (`--sides Q2_K
+Q4_K`). All run in turn in one process. `read_share` is
 the bytes of weights and scales over the time of one row and the machine's read bandwidth, which is measured before and
 after. `of_MatMulNBits` is the speed relative to that side's. Goals: one row at 0.85 of the bandwidth and 1.0 of
 MatMulNBits, 512 rows at 300 GMAC/s on two Zen 4 cores and 2 times MatMulNBits. The result names the processor, the
@@ -26,6 +27,10 @@ import numpy as np
 
 from benchmarks.common import options_of, read_bandwidth, save
 from kvexport.backends.onnxruntime.operators import instruction_set, library
+from kvexport.export.model.ggml_blocks import LAYOUTS
+from kvexport.export.passes.packed import TYPES
+from kvexport.ops.packed import PackedFormat
+from tests.support.packed_weights import random_parts
 
 OUTPUTS, INPUTS, GROUP = 11008, 4096, 32
 SIDES = ("int4", "int8", "int4, float inputs", "int8, float inputs", "float16", "MatMulNBits")
@@ -39,26 +44,26 @@ def weight_parts(side: str, name: str, rng: np.random.Generator) -> tuple[list[A
 
     from kvexport.ops.linear import Form
 
-    bits = 16 if side == "float16" else 8 if side.startswith("int8") else 4
-    numbers = rng.integers(0, 256, OUTPUTS * INPUTS * bits // 8, np.uint8)
     if side == "float16":
+        numbers = rng.integers(0, 256, OUTPUTS * INPUTS * 2, np.uint8)
         values = (numbers.view(np.uint16) & 0x83FF | 0x2000).tobytes()  # of magnitude 2^-7
         return [helper.make_tensor(name, TensorProto.FLOAT16, [OUTPUTS, INPUTS], values, raw=True)], Form().attributes
-    groups = INPUTS // GROUP
     if side == PEER:
+        groups, numbers = INPUTS // GROUP, rng.integers(0, 256, OUTPUTS * INPUTS // 2, np.uint8)
         scale = np.full(OUTPUTS * groups, 0.01, np.float32)
         tensors = [
             helper.make_tensor(name, TensorProto.UINT8, [OUTPUTS, groups, GROUP // 2], numbers.tobytes(), raw=True),
             helper.make_tensor(f"{name}.scale", TensorProto.FLOAT, [OUTPUTS * groups], scale.tobytes(), raw=True),
         ]
         return tensors, {"K": INPUTS, "N": OUTPUTS, "bits": 4, "block_size": GROUP, "accuracy_level": 4}
-    kind = TensorProto.INT4 if bits == 4 else TensorProto.INT8
-    scale = np.full(OUTPUTS * groups, 0.01, np.float16)
+    packing = LAYOUTS[side].packing if side in LAYOUTS else PackedFormat(8 if "int8" in side else 4, True, GROUP)
+    stored = random_parts(rng, packing, OUTPUTS, INPUTS)
     tensors = [
-        helper.make_tensor(name, kind, [OUTPUTS, INPUTS], numbers.tobytes(), raw=True),
-        helper.make_tensor(f"{name}.scale", TensorProto.FLOAT16, [OUTPUTS, groups], scale.tobytes(), raw=True),
+        helper.make_tensor(f"{name}.{part}", int(TYPES[dtype]), shape, stored[part].tobytes(), raw=True)
+        for part, (dtype, shape) in packing.tensors(OUTPUTS, INPUTS).items()
     ]
-    return tensors, Form(packed=(1,), group=(GROUP,), float_input=int(side.endswith("float inputs"))).attributes
+    form = Form(packed=(packing.kind,), group=(packing.group,), float_input=int(side.endswith("float inputs")))
+    return tensors, form.attributes
 
 
 def session(side: str, threads: int, megabytes: int) -> tuple[Any, int, int]:
@@ -102,7 +107,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rows", default="1,8,512")
     parser.add_argument("--megabytes", type=int, default=640)
-    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
+    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=[*SIDES, *LAYOUTS])
     options = parser.parse_args()
     runs = {side: session(side, options.threads, options.megabytes) for side in options.sides}
     bandwidth = [read_bandwidth(512, options.threads, 1.0)]

@@ -9,7 +9,7 @@ a token x the operator computes
     output = sum over the chosen e of weight[e] (W_down[e] inner + b_down[e])
 
 `experts` defines the operator in PyTorch. `experts_function` is the ONNX function that a runtime without a kernel runs.
-A kernel reads only the weights of the chosen experts. Weights may be packed (4 to 8 bits) like those of Linear
+A kernel reads only the weights of the chosen experts. Weights may be packed (2 to 8 bits) like those of Linear
 (`kvexport.ops.linear`).
 """
 

@@ -39,11 +39,16 @@ def parts_after(kind: int) -> tuple[str, ...]:
     """Return the names of the inputs that follow a packed weight, by the number of its format (`PackedFormat.kind`).
 
     The format numbers 0 to 5 are combinations of scale, zero point, minimum and table. The format number is larger by 8
-    if scales have super-scales, by 16 for 5-bit weights, and by 32 for 6-bit weights.
+    if scales have super-scales, by 16 or 32 if the upper 1 or 2 bits of numbers are apart, and by 64 if a number has 2
+    lower bits in place of 4 or 8.
     """
     parts = _PACKED[kind & 7]
     supers = [f"super_{name}" for name in parts if name in ("scale", "minimum")] if kind & 8 else []
-    return (*parts, *supers, *["high"] * (kind >= 16))
+    return (*parts, *supers, *["high"] * (_high_bits(kind) > 0))
+
+
+def _high_bits(kind: int) -> int:
+    return kind >> 4 & 3
 
 
 @dataclass(frozen=True)
@@ -265,26 +270,35 @@ def dequantized(parts: Sequence[str], kind: int, group: int, *, axis: int, like:
         return [], weight
     inputs = dict(zip(parts_after(kind), parts[1:], strict=True))
     kept = ", ".join(["0"] * axis)
+    flat = f"{weight}_flat"
     lines = [
         f"{weight}_by_group = Constant <value_ints = [{kept}, -1, {group}]> ()",
         f"{weight}_last = Constant <value_ints = [-1]> ()",
-        f"{weight}_flat = Constant <value_ints = [{kept}, -1]> ()",
+        f"{flat} = Constant <value_ints = [{kept}, -1]> ()",
     ]
+    numbers = weight
+    if kind & 64:
+        lines += _fields(weight, 2, kept, flat)
+        numbers = f"{weight}_numbers"
     for name in ("scale", "minimum"):
         if part := inputs.get(f"super_{name}"):
             block = f"axis = {axis}, block_size = {SUPER // group}"
+            operands = [inputs[name], f"{part}_float"]
+            if kind & 64 and _high_bits(kind):
+                lines += _sixes(inputs[name], kept, flat, part)
+                operands = [f"{inputs[name]}_numbers", f"{part}_float", f"{inputs[name]}_zero"]
             lines += [
                 f"{part}_float = Cast <to = 1> ({part})",
-                f"{inputs[name]}_scaled = DequantizeLinear <{block}> ({inputs[name]}, {part}_float)",
+                f"{inputs[name]}_scaled = DequantizeLinear <{block}> ({', '.join(operands)})",
             ]
             inputs[name] = f"{inputs[name]}_scaled"
     if "table" in inputs:
         looked_up, result = _looked_up(weight, inputs)
         lines += looked_up
     else:
-        operands = [weight, inputs["scale"], *([inputs["zero"]] if "zero" in inputs else [])]
-        if kind >= 16:
-            with_high, operands = _with_high(weight, kind, inputs, kept)
+        operands = [numbers, inputs["scale"], *([inputs["zero"]] if "zero" in inputs else [])]
+        if _high_bits(kind):
+            with_high, operands = _with_high(weight, numbers, kind, inputs, kept)
             lines += with_high
         block = f"axis = {axis}, block_size = {group}, output_dtype = 1"
         result = f"{weight}_float"
@@ -303,28 +317,61 @@ def dequantized(parts: Sequence[str], kind: int, group: int, *, axis: int, like:
     return [*lines, f"{weight}_cast = CastLike ({result}, {like})"], f"{weight}_cast"
 
 
-def _with_high(weight: str, kind: int, inputs: Mapping[str, str], kept: str) -> tuple[list[str], list[str]]:
-    """Return the nodes that join the lower 4 and the upper bits of a weight, and DequantizeLinear's operands."""
-    bits = kind >> 4
-    high, fields = inputs["high"], range(0, 8, bits)
-    lines = [
-        f"{high}_bytes = Constant <value_ints = [{kept}, -1, 1, 4]> ()",
-        f"{high}_apart = Reshape ({high}, {high}_bytes)",
-        f"{high}_fields = Constant <value = uint8[{len(fields)}, 1] {{{', '.join(map(str, fields))}}}> ()",
-        f'{high}_shifted = BitShift <direction = "RIGHT"> ({high}_apart, {high}_fields)',
-        f"{high}_mask = Constant <value = uint8[1] {{{(1 << bits) - 1}}}> ()",
-        f"{high}_bits = BitwiseAnd ({high}_shifted, {high}_mask)",
-        f"{high}_flat = Reshape ({high}_bits, {weight}_flat)",
-        f"{high}_fourth = Constant <value = uint8[1] {{4}}> ()",
-        f'{high}_upper = BitShift <direction = "LEFT"> ({high}_flat, {high}_fourth)',
-        f"{weight}_low = Cast <to = 2> ({weight})",
-        f"{weight}_numbers = BitwiseOr ({weight}_low, {high}_upper)",
+def _fields(name: str, bits: int, kept: str, flat: str) -> list[str]:
+    """Return the nodes that unpack the tensor `name`, which `packed.pack_fields` packed, into `name`_numbers."""
+    fields = range(0, 8, bits)
+    return [
+        f"{name}_bytes = Constant <value_ints = [{kept}, -1, 1, 4]> ()",
+        f"{name}_apart = Reshape ({name}, {name}_bytes)",
+        f"{name}_fields = Constant <value = uint8[{len(fields)}, 1] {{{', '.join(map(str, fields))}}}> ()",
+        f'{name}_shifted = BitShift <direction = "RIGHT"> ({name}_apart, {name}_fields)',
+        f"{name}_mask = Constant <value = uint8[1] {{{(1 << bits) - 1}}}> ()",
+        f"{name}_bits = BitwiseAnd ({name}_shifted, {name}_mask)",
+        f"{name}_numbers = Reshape ({name}_bits, {flat})",
     ]
-    operands = [f"{weight}_numbers", inputs["scale"]]
+
+
+def _sixes(name: str, kept: str, flat: str, like: str) -> list[str]:
+    """Return the nodes that unpack the tensor `name`, which `packed.pack_sixes` packed, into `name`_numbers.
+
+    They also make `name`_zero, a zero point of 32 for each element of the tensor `like`.
+    """
+    return [
+        f"{name}_bytes = Constant <value_ints = [{kept}, -1, 3]> ()",
+        f"{name}_apart = Reshape ({name}, {name}_bytes)",
+        f"{name}_mask = Constant <value = uint8[1] {{63}}> ()",
+        f"{name}_three = BitwiseAnd ({name}_apart, {name}_mask)",
+        f"{name}_six = Constant <value = uint8[1] {{6}}> ()",
+        f'{name}_highest = BitShift <direction = "RIGHT"> ({name}_apart, {name}_six)',
+        f"{name}_twos = Cast <to = 1> ({name}_highest)",
+        f"{name}_powers = Constant <value = float[3, 1] {{1, 4, 16}}> ()",
+        f"{name}_sum = MatMul ({name}_twos, {name}_powers)",
+        f"{name}_fourth = Cast <to = 2> ({name}_sum)",
+        f"{name}_four = Concat <axis = -1> ({name}_three, {name}_fourth)",
+        f"{name}_numbers = Reshape ({name}_four, {flat})",
+        f"{name}_half = Constant <value = uint8[1] {{32}}> ()",
+        f"{name}_shape = Shape ({like})",
+        f"{name}_zero = Expand ({name}_half, {name}_shape)",
+    ]
+
+
+def _with_high(
+    weight: str, numbers: str, kind: int, inputs: Mapping[str, str], kept: str
+) -> tuple[list[str], list[str]]:
+    """Return the nodes that join the lower and the upper bits of a weight, and DequantizeLinear's operands."""
+    high, bits = inputs["high"], 2 if kind & 64 else 4
+    lines = [
+        *_fields(high, _high_bits(kind), kept, f"{weight}_flat"),
+        f"{high}_shift = Constant <value = uint8[1] {{{bits}}}> ()",
+        f'{high}_upper = BitShift <direction = "LEFT"> ({high}_numbers, {high}_shift)',
+        f"{weight}_low = Cast <to = 2> ({numbers})",
+        f"{weight}_joined = BitwiseOr ({weight}_low, {high}_upper)",
+    ]
+    operands = [f"{weight}_joined", inputs["scale"]]
     if "minimum" in inputs:
         return lines, operands
     lines += [
-        f"{weight}_half = Constant <value = uint8[1] {{{8 << bits}}}> ()",
+        f"{weight}_half = Constant <value = uint8[1] {{{1 << (bits + _high_bits(kind) - 1)}}}> ()",
         f"{weight}_shape = Shape ({inputs['scale']})",
         f"{weight}_zero = Expand ({weight}_half, {weight}_shape)",
     ]

@@ -1,4 +1,4 @@
-"""Packed weights: a weight in 4, 5, 6 or 8 bits with a scale for each group of inputs.
+"""Packed weights: a weight in 2 to 6 or in 8 bits with a scale for each group of inputs.
 
 Quantized checkpoints and artifacts store weights in this form:
 
@@ -7,11 +7,12 @@ Quantized checkpoints and artifacts store weights in this form:
                 = weight[n, k] * scale[n, k / group] + minimum[n, k / group]         offset minimum
                 = table[weight[n, k]] * scale[n, k / group]                          with a table
 
-A scale is stored as a float; as an exponent e in a byte, for the scale 2^(e - 128); or as a signed byte that is
+A scale is stored as a float; as an exponent e in a byte, for the scale 2^(e - 128); or as a whole number that is
 multiplied with the float16 super-scale of 256 inputs (ggml's K types). A minimum is stored as a float or as such a
-signed byte. The value is computed in float32 and rounded once to the model's type. A byte stores two 4-bit numbers, the
-first in its low half, as in ONNX. Numbers of 5 and 6 bits are stored in two tensors: `weight` has the lower 4 bits, and
-`high` the upper 1 or 2 (`pack_high`). Signed numbers of 5 and 6 bits are stored as number + 2^(bits - 1).
+whole number. The value is computed in float32 and rounded once to the model's type. A byte stores two 4-bit numbers,
+the first in its low half, as in ONNX. Numbers of 3, 5 and 6 bits are stored in two tensors: `weight` has the lower 2 or
+4 bits, and `high` the upper 1 or 2. Fields of 1 or 2 bits are packed by `pack_fields`. Signed numbers of 3, 5 and 6
+bits are stored as number + 2^(bits - 1).
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ GROUPS = (16, 256)
 """Smallest and largest group; the whole row is one as well."""
 SUPER = 256
 """The number of inputs that share a super-scale."""
+SUB_SCALES = ("int8", "uint4", "int6")
+"""The types of scales that are multiplied with super-scales. `pack_sixes` stores int6."""
 
 
 class PackedTensor(NamedTuple):
-    """The type and shape of one tensor of a packed weight, a weight in 4, 5, 6 or 8 bits.
+    """The type and shape of one tensor of a packed weight.
 
     Attributes:
         dtype: A numpy name, or int4 or uint4, which are stored two in a byte.
@@ -56,7 +59,7 @@ class PackedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """The format of a packed weight: whole numbers of 4, 5, 6 or 8 bits with a scale for each group of inputs.
+    """The format of a packed weight: whole numbers of 2 to 6 or of 8 bits with a scale for each group of inputs.
 
     Attributes:
         bits: The bits of a number.
@@ -64,19 +67,19 @@ class PackedFormat:
         group: The number of consecutive inputs that share a scale.
         offset: The tensor that accompanies the scale: none, a zero point in the weight's type, or a minimum in the
             scale's type.
-        scale_dtype: The type of the scales. Scales of uint8 are exponents, which only a weight with a table has. Scales
-            of int8 are factors of super-scales, one for 256 inputs; minima have super-scales of their own.
+        scale_dtype: The type of the scales. Scales of uint8 are exponents, which only a weight with a table has. Those
+            of `SUB_SCALES` are factors of super-scales, one for 256 inputs; minima have super-scales of their own.
         ordered: Whether the columns are in another order than the input's features: column k belongs to feature
             `order[k]`.
         table: The sixteen int8 numbers that the indices of a uint4 weight stand for; empty for a weight without a
             table.
     """
 
-    bits: Literal[4, 5, 6, 8]
+    bits: Literal[2, 3, 4, 5, 6, 8]
     signed: bool
     group: int
     offset: Literal["none", "zero", "minimum"] = "none"
-    scale_dtype: Literal["float16", "float32", "uint8", "int8"] = "float16"
+    scale_dtype: Literal["float16", "float32", "uint8", "int8", "uint4", "int6"] = "float16"
     ordered: bool = False
     table: tuple[int, ...] = ()
 
@@ -103,29 +106,42 @@ class PackedFormat:
         return "exponent" if self.scale_dtype == "uint8" else "scale"
 
     @property
+    def low_bits(self) -> int:
+        """The number of lower bits in the tensor `weight`."""
+        return 2 if self.bits < 4 else 4 if self.bits < 8 else 8
+
+    @property
     def high_bits(self) -> int:
-        """The number of upper bits in the tensor `high`; `weight` stores the lower 4."""
-        return self.bits - 4 if self.bits in (5, 6) else 0
+        """The number of upper bits in the tensor `high`."""
+        return self.bits - self.low_bits
+
+    @property
+    def has_supers(self) -> bool:
+        """Whether scales and minima are factors of super-scales."""
+        return self.scale_dtype in SUB_SCALES
 
     @property
     def kind(self) -> int:
         """The number of the format in the attribute `packed` of Linear and Experts."""
         offset = {"none": 1, "zero": 2, "minimum": 3}[self.offset]
         base = offset if not self.table else 5 if self.scale_dtype == "uint8" else 4
-        return base + 8 * (self.scale_dtype == "int8") + 16 * self.high_bits
+        return base + 8 * self.has_supers + 16 * self.high_bits + 64 * (self.low_bits == 2)
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, PackedTensor]:
         """Return the tensors that store a weight [outputs, inputs], by name in order."""
         groups = (outputs, inputs // self.group)
-        tensors = {
-            "weight": PackedTensor("uint4" if self.high_bits else self.dtype, (outputs, inputs)),
-            self.scale: PackedTensor(self.scale_dtype, groups),
-        }
+        scale = PackedTensor(self.scale_dtype, groups)
+        if self.scale_dtype == "int6":
+            scale = PackedTensor("uint8", (outputs, groups[1] * 6 // 8))
+        weight = PackedTensor("uint4" if self.high_bits else self.dtype, (outputs, inputs))
+        if self.low_bits == 2:
+            weight = PackedTensor("uint8", (outputs, inputs * 2 // 8))
+        tensors = {"weight": weight, self.scale: scale}
         if self.table:
             tensors["table"] = PackedTensor("int8", (len(self.table),))
         if self.offset != "none":
             tensors[self.offset] = PackedTensor(self.dtype if self.offset == "zero" else self.scale_dtype, groups)
-        if self.scale_dtype == "int8":
+        if self.has_supers:
             for name in ("scale", "minimum"):
                 if name in tensors:
                     tensors[f"super_{name}"] = PackedTensor("float16", (outputs, inputs // SUPER))
@@ -171,46 +187,74 @@ def unpack(stored: Array, tensor: PackedTensor) -> Array:
     return flat[: math.prod(tensor.shape)].reshape(tensor.shape)
 
 
-def pack_high(numbers: Array, bits: int) -> Array:
-    """Return the bits above the fourth of numbers [..., inputs] uint8, packed into [..., inputs * bits / 8] bytes.
+def pack_fields(numbers: Array, bits: int) -> Array:
+    """Pack numbers [..., inputs] uint8 of 1 or 2 bits into [..., inputs * bits / 8] bytes.
 
     Byte i of every four bytes has the bits of the inputs i, i + 4, i + 8 and so on, the first in its lowest bits.
     """
     fields = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    apart = (numbers >> 4).reshape(*numbers.shape[:-1], -1, len(fields), 4) << fields
+    apart = numbers.reshape(*numbers.shape[:-1], -1, len(fields), 4) << fields
     packed: Array = np.bitwise_or.reduce(apart, axis=-2).reshape(*numbers.shape[:-1], -1)
     return packed
 
 
-def unpack_high(stored: Array, bits: int) -> Array:
-    """Return whole numbers with the upper bits that `pack_high` packed; their lowest four bits are 0."""
+def unpack_fields(stored: Array, bits: int) -> Array:
+    """Return the whole numbers that `pack_fields` packed."""
     fields = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     apart = stored.reshape(*stored.shape[:-1], -1, 1, 4) >> fields & np.uint8((1 << bits) - 1)
-    numbers: Array = apart.reshape(*stored.shape[:-1], -1) << 4
+    numbers: Array = apart.reshape(*stored.shape[:-1], -1)
+    return numbers
+
+
+def pack_sixes(numbers: Array) -> Array:
+    """Pack numbers [..., n] uint8 of 6 bits into [..., n * 6 / 8] bytes.
+
+    Of every four numbers, three bytes have the first three in their lowest bits, and bits 0 and 1, 2 and 3, 4 and 5 of
+    the fourth in their highest.
+    """
+    fours = numbers.reshape(*numbers.shape[:-1], -1, 4)
+    last = fours[..., 3:] >> np.array([0, 2, 4], np.uint8) << 6
+    packed: Array = (fours[..., :3] | last).reshape(*numbers.shape[:-1], -1)
+    return packed
+
+
+def unpack_sixes(stored: Array) -> Array:
+    """Return the whole numbers that `pack_sixes` packed."""
+    threes = stored.reshape(*stored.shape[:-1], -1, 3)
+    last = np.bitwise_or.reduce(threes >> 6 << np.array([0, 2, 4], np.uint8), axis=-1, keepdims=True)
+    numbers: Array = np.concatenate([threes & 63, last], axis=-1).reshape(*stored.shape[:-1], -1)
     return numbers
 
 
 def integers(packing: PackedFormat, outputs: int, inputs: int, stored: Mapping[str, Array]) -> Array:
     """Return the whole numbers [outputs, inputs] of a packed weight, as int8 or uint8."""
     numbers = unpack(stored["weight"], packing.tensors(outputs, inputs)["weight"])
+    if packing.low_bits == 2:
+        numbers = unpack_fields(numbers, 2)
     if not packing.high_bits:
         return numbers
-    numbers = numbers | unpack_high(stored["high"].reshape(outputs, -1), packing.high_bits)
-    return numbers.view(np.int8) - np.int8(1 << (packing.bits - 1)) if packing.signed else numbers
+    upper = unpack_fields(stored["high"].reshape(outputs, -1), packing.high_bits)
+    joined: Array = numbers | upper << packing.low_bits
+    return joined.view(np.int8) - np.int8(1 << (packing.bits - 1)) if packing.signed else joined
 
 
 def scales(packing: PackedFormat, stored: Mapping[str, Array], name: str = "scale") -> NDArray[np.float32]:
     """Return the scales or minima in float32, one for each group of inputs.
 
-    A stored exponent e becomes the scale 2^(e - 128), and an int8 factor is multiplied with its super-scale.
+    A stored exponent e becomes the scale 2^(e - 128), and a factor is multiplied with its super-scale.
     """
     if name == "scale" and packing.scale == "exponent":
         powers: NDArray[np.float32] = np.ldexp(np.float32(1), stored["exponent"].astype(np.int32) - 128)
         return powers
-    factors = stored[name].astype(np.float32)
-    if packing.scale_dtype == "int8":
-        factors *= np.repeat(stored[f"super_{name}"].astype(np.float32), SUPER // packing.group, axis=-1)
-    return factors
+    factors = stored[name]
+    if packing.scale_dtype == "int6":
+        factors = unpack_sixes(factors).view(np.int8) - np.int8(32)
+    if packing.scale_dtype == "uint4":
+        factors = unpack(factors, PackedTensor("uint4", (factors.size * 2,)))
+    if not packing.has_supers:
+        return factors.astype(np.float32)
+    supers = np.repeat(stored[f"super_{name}"].astype(np.float32), SUPER // packing.group, axis=-1)
+    return factors.reshape(supers.shape) * supers
 
 
 def dequantize(packing: PackedFormat, outputs: int, inputs: int, stored: Mapping[str, Array]) -> NDArray[np.float32]:

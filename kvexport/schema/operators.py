@@ -185,9 +185,9 @@ LINEAR_ATTRIBUTES = (
         "for each weight, the gate's last, the inputs that follow it: 0 none, the weight has the input's type; 1 a "
         "scale, 2 a scale and a zero point, 3 a scale and a minimum, 4 a scale and a table, 5 an exponent and a table; "
         "8 more: super-scales of the scale and of the minimum; 16 more: the upper bit of 5-bit numbers; 32 more: the "
-        "upper bits of 6-bit numbers",
+        "upper bits of 6-bit numbers; 75: 64 more than 11, for 2-bit numbers; 89: 64 more than 25, for 3-bit numbers",
         least=0,
-        most=43,
+        most=89,
         optional=True,
     ),
     Attribute("group", "ints", "for each weight, the consecutive inputs that share a scale", least=0, optional=True),
@@ -215,7 +215,7 @@ EXPERTS_ATTRIBUTES = (
     ),
     Attribute("up_offset", "float", "a constant that is added to the clamped ups", 0.0),
     Attribute("bias", "bool", "whether both products have biases", False),
-    Attribute("packed", "ints", "for `first` and `down`, as in `Linear`", least=0, most=43, optional=True),
+    Attribute("packed", "ints", "for `first` and `down`, as in `Linear`", least=0, most=89, optional=True),
     Attribute("group", "ints", "for `first` and `down`, as in `Linear`", least=0, optional=True),
     Attribute("float_input", "bool", "as in `Linear`", optional=True),
 )

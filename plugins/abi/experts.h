@@ -46,10 +46,10 @@ static inline int kv_has_matrices(const KvWeight* weight, int64_t outputs, int64
 static inline KvWeight kv_matrix_of(const KvWeight* weight, int64_t outputs, int64_t inputs, int64_t i) {
   const int64_t groups = i * outputs * (inputs / weight->group);
   KvWeight one = *weight;
-  one.data = (const char*)weight->data + i * outputs * inputs * (weight->bits - kv_high_bits(weight)) / 8;
-  one.scale = (const char*)weight->scale + groups * kv_scale_bytes(weight->scale_type);
+  one.data = (const char*)weight->data + i * outputs * inputs * kv_low_bits(weight) / 8;
+  one.scale = (const char*)weight->scale + groups * kv_scale_bits(weight->scale_type) / 8;
   if (weight->zero) one.zero = (const char*)weight->zero + groups * weight->bits / 8;
-  if (weight->minimum) one.minimum = (const char*)weight->minimum + groups * kv_scale_bytes(weight->minimum_type);
+  if (weight->minimum) one.minimum = (const char*)weight->minimum + groups * kv_scale_bits(weight->minimum_type) / 8;
   if (weight->high) one.high = (const char*)weight->high + i * outputs * inputs * kv_high_bits(weight) / 8;
   const int64_t supers = i * outputs * (inputs / KV_SUPER) * 2;
   if (weight->super_scale) one.super_scale = (const char*)weight->super_scale + supers;

@@ -234,10 +234,16 @@ const char* kv_cpu_keep_queries(const KvVoteAttention* call, const KvRing* ring)
 
 static const char* weight_problem(const KvWeight& weight, int64_t inputs) {
   if (!weight.bits) return nullptr;
-  if (weight.bits < 4 || weight.bits == 7 || weight.bits > 8) return "a packed weight has not 4, 5, 6 or 8 bits";
-  if ((kv_high_bits(&weight) > 0) != (weight.high != nullptr)) return "only weights of 5 and 6 bits have upper bits";
+  if (weight.bits < 2 || weight.bits == 7 || weight.bits > 8) return "a packed weight has not 2 to 6 or 8 bits";
+  if ((kv_high_bits(&weight) > 0) != (weight.high != nullptr)) return "only weights of 3, 5 and 6 bits have upper bits";
   if (weight.high && (weight.zero || weight.table || inputs % 32))
-    return "a weight of 5 or 6 bits has zero points or a table, or rows that are no multiple of 32 inputs";
+    return "a weight of 3, 5 or 6 bits has zero points or a table, or rows that are no multiple of 32 inputs";
+  if (weight.bits < 4 && (weight.layout != KV_PANELS || weight.is_signed != (weight.bits == 3) ||
+                          (weight.minimum != nullptr) != (weight.bits == 2) ||
+                          weight.scale_type != (weight.bits == 2 ? KV_SUB_SCALES_4 : KV_SUB_SCALES_6)))
+    return "a weight of 2 or 3 bits is not in panels, or has scales, minima or a sign of other weights";
+  if (weight.bits >= 4 && kv_is_sub_scale(weight.scale_type) && weight.scale_type != KV_SUB_SCALES)
+    return "a weight of 4 bits or more has sub-scales of fewer than 8";
   if (weight.group < 1 || inputs % weight.group) return "the inputs are no multiple of a weight's group";
   if (weight.bits == 4 && weight.group % 2) return "a group of 4-bit weights is odd";
   if (weight.layout == KV_PANELS && kv_cpu_why_no_panels(&weight, inputs)) return "a packed weight has no panels";
@@ -246,10 +252,10 @@ static const char* weight_problem(const KvWeight& weight, int64_t inputs) {
   if (weight.table && (weight.bits != 4 || weight.is_signed || weight.zero || weight.minimum))
     return "a weight with a table has no unsigned indices of 4 bits, or a zero point or a minimum";
   if (weight.scale_type == KV_EXPONENTS && weight.table) return nullptr;
-  if (weight.scale_type == KV_SUB_SCALES) {
+  if (kv_is_sub_scale(weight.scale_type)) {
     if (inputs % KV_SUPER || KV_SUPER % weight.group || weight.zero || !weight.super_scale)
       return "a weight with super-scales has zero points, or rows or groups that 256 inputs do not fit";
-    if (weight.minimum && (weight.minimum_type != KV_SUB_SCALES || !weight.super_minimum))
+    if (weight.minimum && (weight.minimum_type != weight.scale_type || !weight.super_minimum))
       return "a weight with super-scales has minima without them";
     return nullptr;
   }

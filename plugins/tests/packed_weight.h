@@ -14,7 +14,7 @@ struct PackedWeight {
   int64_t outputs, inputs, group;
   int bits;
   bool is_signed, halves, in_panels = false;  // halves: scale and minimum are float16
-  bool supers = false;                        // scale and minimum are bytes with super-scales
+  bool supers = false;                        // scale and minimum are whole numbers with super-scales
   Buffer integers, high, scale, offset, super_scale, super_minimum, table, panels;
   enum { kNone, kZero, kMinimum, kTable, kExponents } kind = kNone;
 
@@ -27,25 +27,29 @@ struct PackedWeight {
         is_signed(random.one_in(2)),
         halves(random.one_in(2)) {
     if (inputs % 32 == 0 && random.one_in(3)) bits = random.one_of({5, 6});
+    if (inputs % KV_SUPER == 0 && random.one_in(3)) bits = random.one_of({2, 3}), is_signed = bits == 3;
     for (const int g : {random.one_of({16, 32, 64, 128, 256}), random.one_of({48, 24, 40}), 16, 6, 3})
       if (inputs % g == 0 && (bits == 8 || g % 2 == 0) && !random.one_in(4)) {
         group = g;
         break;
       }
+    if (bits < 4) group = 16;
     kind = random.one_of({kNone, kZero, kMinimum});
-    if (high_bits()) kind = is_signed ? kNone : kMinimum;
+    if (bits < 4 || high_bits()) kind = is_signed ? kNone : kMinimum;
     if (bits == 4 && random.one_in(3)) kind = random.one_of({kTable, kExponents}), is_signed = false;
     table = Buffer(random, 16, 1);
     for (int i = 0; i < 16; ++i) table.data<int8_t>()[i] = static_cast<int8_t>(random.between(-128, 127));
     const size_t groups = static_cast<size_t>(outputs * (inputs / group));
     supers = inputs % KV_SUPER == 0 && KV_SUPER % group == 0 && kind != kZero && kind != kExponents && random.one_in(2);
+    supers = supers || bits < 4;
     integers = numbers(random, static_cast<size_t>(outputs * inputs));
     if (high_bits()) high = bytes(random, static_cast<size_t>(outputs * inputs * high_bits() / 8));
     if (supers) {
       const size_t blocks = static_cast<size_t>(outputs * (inputs / KV_SUPER));
-      halves = true, scale = bytes(random, groups);
+      const size_t bytes_of_groups = groups * static_cast<size_t>(kv_scale_bits(sub_scales())) / 8;
+      halves = true, scale = bytes(random, bytes_of_groups);
       super_scale = floats(random, blocks, 0.02f / 64), super_minimum = floats(random, blocks, 0.1f / 64);
-      if (kind == kMinimum) offset = bytes(random, groups);
+      if (kind == kMinimum) offset = bytes(random, bytes_of_groups);
     } else if (kind == kExponents)
       scale = exponents(random, groups, most);
     else
@@ -53,7 +57,7 @@ struct PackedWeight {
     if (kind == kZero) offset = numbers(random, groups);
     if (kind == kMinimum && !supers) offset = floats(random, groups, 0.1f);
     const KvWeight at_rest = view();
-    if (kv_cpu_why_no_panels(&at_rest, inputs) || random.one_in(4)) return;
+    if (kv_cpu_why_no_panels(&at_rest, inputs) || (bits >= 4 && random.one_in(4))) return;
     const int64_t rows = outputs / matrices;
     if (matrices > 1 && !kv_has_matrices(&at_rest, rows, inputs)) return;
     const size_t bytes = kv_cpu_panels_bytes(&at_rest, rows, inputs);
@@ -70,7 +74,7 @@ struct PackedWeight {
     weight.data = integers.data<void>(), weight.bits = bits, weight.is_signed = is_signed, weight.group = group;
     weight.scale_type = kind == kExponents ? static_cast<int>(KV_EXPONENTS) : type();
     weight.minimum_type = type(), weight.scale = scale.data<void>();
-    if (supers) weight.scale_type = weight.minimum_type = KV_SUB_SCALES, weight.super_scale = super_scale.data<void>();
+    if (supers) weight.scale_type = weight.minimum_type = sub_scales(), weight.super_scale = super_scale.data<void>();
     if (supers && kind == kMinimum) weight.super_minimum = super_minimum.data<void>();
     if (high_bits()) weight.high = high.data<void>();
     if (has_table()) weight.table = table.data<int8_t>();
@@ -118,14 +122,23 @@ struct PackedWeight {
 
  private:
   bool has_table() const { return kind == kTable || kind == kExponents; }
-  int high_bits() const { return bits == 5 || bits == 6 ? bits - 4 : 0; }
+  int high_bits() const { return bits == 3 ? 1 : bits == 5 || bits == 6 ? bits - 4 : 0; }
+  int sub_scales() const { return bits == 2 ? KV_SUB_SCALES_4 : bits == 3 ? KV_SUB_SCALES_6 : KV_SUB_SCALES; }
   double scale_at(int64_t g) const {
     return kind == kExponents ? std::ldexp(1.0, scale.data<uint8_t>()[g] - 128) : factor(scale, super_scale, g);
   }
   double minimum_at(int64_t g) const { return kind == kMinimum ? factor(offset, super_minimum, g) : 0.0; }
   double factor(const Buffer& factors, const Buffer& super, int64_t g) const {
     if (!supers) return real(factors, g);
-    return factors.data<int8_t>()[g] * static_cast<double>(real(super, g / (KV_SUPER / group)));
+    const uint8_t* const bytes = factors.data<uint8_t>();
+    int number = static_cast<int8_t>(bytes[g]);
+    if (bits == 2) number = bytes[g / 2] >> (g % 2 * 4) & 15;
+    if (bits == 3) {
+      const uint8_t* const three = bytes + g / 4 * 3;
+      number = g % 4 < 3 ? three[g % 4] & 63 : three[0] >> 6 | three[1] >> 6 << 2 | three[2] >> 6 << 4;
+      number -= 32;
+    }
+    return number * static_cast<double>(real(super, g / (KV_SUPER / group)));
   }
   // Scales of at most `most`, and some that float32 has no normal number for.
   static Buffer exponents(Random& random, size_t count, float most) {
@@ -139,7 +152,9 @@ struct PackedWeight {
   int type() const { return halves ? KV_FLOAT16 : KV_FLOAT32; }
   Shape shape() const { return {type(), 0, 0, 0, 0, 0, 0}; }
 
-  Buffer numbers(Random& random, size_t count) const { return bytes(random, bits == 8 ? count : (count + 1) / 2); }
+  Buffer numbers(Random& random, size_t count) const {
+    return bytes(random, bits == 8 ? count : bits < 4 ? count / 4 : (count + 1) / 2);
+  }
   static Buffer bytes(Random& random, size_t count) {
     Buffer buffer(random, count, 1);
     uint8_t* const bytes = buffer.data<uint8_t>();
@@ -159,11 +174,15 @@ struct PackedWeight {
   }
   // Returns integer i of the weight.
   int number(int64_t i) const {
-    if (!high_bits()) return integer(integers, i);
-    const int64_t inputs = 32 / high_bits(), at = i % inputs;
-    const int low = integers.data<uint8_t>()[i / 2] >> (i % 2 * 4) & 15;
-    const int upper = high.data<uint8_t>()[i / inputs * 4 + at % 4] >> (at / 4 * high_bits()) & (bits == 5 ? 1 : 3);
-    return (low | upper << 4) - (is_signed ? 1 << (bits - 1) : 0);
+    if (bits >= 4 && !high_bits()) return integer(integers, i);
+    const int low = bits < 4 ? field(integers, i, 2) : integers.data<uint8_t>()[i / 2] >> (i % 2 * 4) & 15;
+    const int upper = high_bits() ? field(high, i, high_bits()) : 0;
+    return (low | upper << (bits < 4 ? 2 : 4)) - (is_signed ? 1 << (bits - 1) : 0);
+  }
+  // Returns number i of those of `size` bits, 1 or 2, of which every four bytes have 32 / size.
+  static int field(const Buffer& buffer, int64_t i, int size) {
+    const int64_t inputs = 32 / size, at = i % inputs;
+    return buffer.data<uint8_t>()[i / inputs * 4 + at % 4] >> (at / 4 * size) & ((1 << size) - 1);
   }
   int integer(const Buffer& buffer, int64_t i) const {
     const uint8_t* const bytes = buffer.data<uint8_t>();

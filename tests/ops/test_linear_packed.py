@@ -31,6 +31,7 @@ TYPES = {
     "float32": TensorProto.FLOAT,
 }
 OFFSETS = {"none": 1, "zero": 2, "minimum": 3}
+TWO, THREE = PackedFormat(2, False, 16, "minimum", "uint4"), PackedFormat(3, True, 16, "none", "int6")
 FORMATS = [
     PackedFormat(4, True, 32),
     PackedFormat(4, True, 16, "zero", "float32"),
@@ -54,6 +55,8 @@ FORMATS = [
     PackedFormat(5, True, 16, "none", "int8"),  # no panels
     PackedFormat(6, True, 16, "none", "int8"),
     PackedFormat(6, False, 128, "minimum"),
+    TWO,
+    THREE,
 ]
 WITH_TABLES = [
     PackedFormat(4, False, 32, table=IQ4),
@@ -127,7 +130,7 @@ def test_products_equal_those_of_the_dequantized_weights(packing: PackedFormat, 
         needs_library()
     rng = np.random.default_rng(0)
     for rows, n, k in SIZES:
-        if k % 256 and (packing.high_bits or packing.scale_dtype == "int8"):
+        if k % 256 and (packing.high_bits or packing.has_supers):
             continue
         of_rows = replace(packing, group=packing.group if k % packing.group == 0 else k)
         weights, weight = packed_weight(rng, of_rows, "weight0", n, k)
@@ -283,6 +286,7 @@ def test_a_row_is_the_same_alone_and_among_a_few() -> None:
         ({"group": [64]}, r"in groups of 64 does not fit a scale, zero point or minimum \[5, 8\]"),
         ({"group": [33]}, "a group of 4-bit weights is odd: 33"),
         ({"packed": [6]}, "packed is 6, and has to be 0 to 5"),
+        ({"packed": [67]}, "packed is 67, and has to be 0 to 5"),
         ({"packed": [0], "group": [0]}, "there are 4 inputs, not 2"),
         ({"packed": [0]}, "group is 32, and has to be 0 of a weight that is not packed"),
         ({"packed": [2, 2]}, "an entry for each of 1 weights, not 2 and 1"),
@@ -303,22 +307,29 @@ def test_attributes_that_contradict_the_weights_are_refused(change: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("name", "instead", "problem"),
+    ("packing", "part", "instead", "problem"),
     [
-        ("weight0", np.zeros((5, 256), np.float32), "input 1 is a packed weight, and of no type of 4 or 8 bits"),
-        ("weight0", np.zeros((5, 256), np.uint8), "input 3 is a zero point, and of another type than its weight"),
-        ("weight0_scale", np.zeros((5, 8), np.int8), "input 2 is a scale or a minimum, and neither"),
-        ("weight0_scale", np.zeros((5, 9), np.float32), r"does not fit a scale, zero point or minimum \[5, 9\]"),
-        ("weight0_scale", np.zeros((8,), np.float32), r"does not fit a scale, zero point or minimum \[8\]"),
-        ("weight0_zero", np.zeros((5, 8), np.uint8), "input 3 is a zero point, and of another type than its weight"),
+        (FORMATS[2], "", np.zeros((5, 256), np.float32), "input 1 is a packed weight, and of no type of 4 or 8 bits"),
+        (FORMATS[2], "", np.zeros((5, 256), np.uint8), "input 3 is a zero point, and of another type than its weight"),
+        (FORMATS[2], "_scale", np.zeros((5, 8), np.int8), "input 2 is a scale or a minimum, and neither"),
+        (FORMATS[2], "_scale", np.zeros((5, 9), np.float32), r"does not fit a scale, zero point or minimum \[5, 9\]"),
+        (FORMATS[2], "_scale", np.zeros((8,), np.float32), r"does not fit a scale, zero point or minimum \[8\]"),
+        (FORMATS[2], "_zero", np.zeros((5, 8), np.uint8), "input 3 is a zero point, and of another type than its"),
+        (TWO, "", np.zeros((5, 64), np.int8), "input 1 is a weight of 2 or 3 bits, and not uint8"),
+        (TWO, "_minimum", np.zeros((5, 16), np.int8), "input 3 is a scale or a minimum, and not uint4"),
+        (THREE, "_scale", np.zeros((5, 16), np.uint8), r"does not fit a scale, zero point or minimum \[5, 16\]"),
+        (THREE, "_high", np.zeros((5, 64), np.uint8), r"upper bits of a weight, .* \[5, 64\] and not \[5, 32\]"),
     ],
 )
-def test_parts_that_do_not_fit_are_refused(name: str, instead: np.ndarray[Any, Any], problem: str) -> None:
+def test_parts_that_do_not_fit_are_refused(
+    packing: PackedFormat, part: str, instead: np.ndarray[Any, Any], problem: str
+) -> None:
     needs_library()
-    weights, _ = packed_weight(np.random.default_rng(0), FORMATS[2], "weight0", 5, 256)
+    weights, _ = packed_weight(np.random.default_rng(0), packing, "weight0", 5, 256)
+    name = f"weight0{part}"
     weights = [w if w.name != name else onnx.numpy_helper.from_array(instead, name) for w in weights]
     with pytest.raises(Exception, match=problem):
-        session(model_of(form_of(FORMATS[2]), "float32", {"input": ["R", 256]}, weights), True)
+        session(model_of(form_of(packing), "float32", {"input": ["R", 256]}, weights), True)
 
 
 def test_a_plain_tensor_of_another_type_than_the_input_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 import re
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,16 @@ SIZES = {
 
 
 def decoder(
-    config: dict[str, Any], weights: dict[str, NDArray[np.float32]], tokens: list[str], **more: Any
+    config: dict[str, Any],
+    weights: dict[str, NDArray[np.float32]],
+    tokens: list[str],
+    matrices: tuple[int, Callable[[NDArray[np.float32]], tuple[bytes, NDArray[np.float32]]]] = (Q8_0, q8_0),
+    **more: Any,
 ) -> tuple[bytes, dict[str, NDArray[np.float32]]]:
-    """Return a decoder as a GGUF file with Q8_0 matrices, and the values that its weights represent.
+    """Return a decoder as a GGUF file, and the values that its weights represent.
 
-    A Llama's query and key weights have their rows in llama.cpp's order.
+    `matrices` is the type of its matrices and the function that returns their blocks and values. A Llama's query and
+    key weights have their rows in llama.cpp's order.
     """
     kind_of_model = config["model_type"]
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
@@ -102,8 +108,8 @@ def decoder(
         data, kind = weight.tobytes(), F32
         represented[name] = weight
         if weight.ndim == 2:
-            kind = Q8_0
-            data, represented[name] = q8_0(weight)
+            kind, blocks_of = matrices
+            data, represented[name] = blocks_of(weight)
             if (
                 kind_of_model == "llama" and stored in heads
             ):  # LlamaModel.permute of convert_hf_to_gguf.py, on the blocks of each row

@@ -17,9 +17,12 @@ def random_parts(
     for part, (dtype, shape) in packing.tensors(n, k).items():
         if part in ("weight", "zero"):
             low, bits = (0, 4) if packing.high_bits else (packing.lowest, packing.bits)
+            bits = 8 if packing.low_bits == 2 else bits  # any byte has four numbers of 2 bits
             parts[part] = pack(rng.integers(low, low + (1 << bits), shape), bits)
-        elif part == "high":
+        elif part == "high" or (packing.scale_dtype == "int6" and part == "scale"):
             parts[part] = rng.integers(0, 256, shape, np.uint8)
+        elif dtype == "uint4":
+            parts[part] = pack(rng.integers(0, 16, shape), 4)
         elif part == "table":
             parts[part] = np.array(packing.table, dtype)
         elif part == "order":

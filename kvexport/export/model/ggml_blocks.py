@@ -1,9 +1,9 @@
 """The blocks of quantized values in GGUF files (ggml), converted to packed weights with exactly the same values.
 
-The library `gguf` can only convert blocks to floats; here the numbers and their scales stay packed. Numbers of 2 and 3
-bits take 4 bits in a packed weight, and scales of 4 and 6 bits take 8. ggml's K types subtract minimums and a packed
-weight adds them, so the float by which all minimums of a block are multiplied (the super-scale) is negated. Source of
-the layouts: ggml-quants.c; tests compare the values with `gguf.dequantize`.
+The library `gguf` can only convert blocks to floats; here the numbers and their scales stay packed. Scales of 6 bits
+take 8 in a packed weight, but for those of Q3_K. ggml's K types subtract minimums and a packed weight adds them, so the
+float by which all minimums of a block are multiplied (the super-scale) is negated. Source of the layouts:
+ggml-quants.c; tests compare the values with `gguf.dequantize`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvexport.ops.packed import E2M1, IQ4, PackedFormat
+from kvexport.ops.packed import E2M1, IQ4, PackedFormat, pack_sixes
 
 Array = NDArray[Any]
 
@@ -49,8 +49,8 @@ def _nibbles_of(levels: Array, width: int) -> Array:
     return _pairs((words & 0x0F0F, words >> 4 & 0x0F0F), width)
 
 
-def _high_bits(stored: Array, bits: int) -> Array:
-    """Repack the upper bits of numbers as `kvexport.ops.packed.pack_high` does.
+def _fields(stored: Array, bits: int) -> Array:
+    """Repack bits of numbers as `kvexport.ops.packed.pack_fields` does.
 
     Of each 32 bytes `stored` has the lowest `bits` bits for the first 32 numbers, the next bits for the next 32
     numbers, and so on. Of words of four bytes, field j of word i therefore becomes field i of word j.
@@ -84,7 +84,7 @@ def _q4_1(blocks: Array) -> dict[str, Array]:
 
 
 def _fifth_bits(blocks: Array) -> Array:
-    """Repack fifth bits as `kvexport.ops.packed.pack_high` does: bit 4 t + i becomes bit t of byte i."""
+    """Repack fifth bits as `kvexport.ops.packed.pack_fields` does: bit 4 t + i becomes bit t of byte i."""
     bits = blocks["high"].copy()
     for upper, lower in ((4, 1), (3, 0), (2, 1), (1, 0)):  # exchanges two binary digits of every bit's number
         mask = np.uint32(sum(1 << bit for bit in range(32) if bit >> lower & 1 and not bit >> upper & 1))
@@ -125,7 +125,7 @@ def _q4_k(blocks: Array) -> dict[str, Array]:
 
 
 def _q5_k(blocks: Array) -> dict[str, Array]:
-    return {**_q4_k(blocks), "high": _high_bits(blocks["high"], 1)}
+    return {**_q4_k(blocks), "high": _fields(blocks["high"], 1)}
 
 
 def _q6_k(blocks: Array) -> dict[str, Array]:
@@ -133,32 +133,30 @@ def _q6_k(blocks: Array) -> dict[str, Array]:
         "weight": _nibbles_of(blocks["levels"], 64),
         "scale": blocks["scales"],
         "super_scale": blocks["scale"],
-        "high": _high_bits(blocks["high"], 2),
+        "high": _fields(blocks["high"], 2),
     }
 
 
-def _quarters(levels: Array) -> list[Array]:
-    """Unpack 2-bit numbers: bits 0 and 1 of every byte, bits 2 and 3, and so on, each a flat array of uint16."""
-    words = _words(levels)
-    return [words >> shift & 0x0303 for shift in (0, 2, 4, 6)]
-
-
 def _q2_k(blocks: Array) -> dict[str, Array]:
-    weight = _pairs(_quarters(blocks["levels"]), 32)
-    return {"weight": weight, "scale": blocks["scales"] & 15, "minimum": blocks["scales"] >> 4, **_supers(blocks)}
+    low, high = (_words(blocks["scales"]) >> shift & 0x0F0F for shift in (0, 4))
+    return {
+        "weight": _fields(blocks["levels"], 2),
+        "scale": (low | low >> 4).astype(np.uint8).reshape(len(blocks), -1),
+        "minimum": (high | high >> 4).astype(np.uint8).reshape(len(blocks), -1),
+        **_supers(blocks),
+    }
 
 
 def _q3_k(blocks: Array) -> dict[str, Array]:
     q = blocks["scales"]
     low = (q[:, None, :8] >> np.array([0, 4], np.uint8)[:, None]).reshape(-1, 16) & 15
     high = (q[:, None, 8:] >> np.array([0, 2, 4, 6], np.uint8)[:, None]).reshape(-1, 16) & 3
-    scales = (low | high << 4).astype(np.int8) - np.int8(32)
-    # Numbers 0 to 3 without their third bit have 4 subtracted; in two's complement of four bits that adds 12.
-    thirds = _words(blocks["high"]).reshape(-1, 1, 16) >> np.array([0, 4], np.uint16)[:, None]
-    numbers = [
-        part | (thirds >> i & 0x0101 ^ 0x0101).reshape(-1) * 12 for i, part in enumerate(_quarters(blocks["levels"]))
-    ]
-    return {"weight": _pairs(numbers, 32), "scale": scales, "super_scale": blocks["scale"]}
+    return {
+        "weight": _fields(blocks["levels"], 2),
+        "scale": pack_sixes(low | high << 4),
+        "super_scale": blocks["scale"],
+        "high": _fields(blocks["high"], 1),
+    }
 
 
 def _iq4_xs(blocks: Array) -> dict[str, Array]:
@@ -178,12 +176,12 @@ _K = (_SCALE, _LEAST, ("scales", "u1", 12))
 LAYOUTS = {
     "Q2_K": Layout(
         _block(("scales", "u1", 16), ("levels", "u1", 64), _SCALE, _LEAST),
-        PackedFormat(4, False, 16, "minimum", "int8"),
+        PackedFormat(2, False, 16, "minimum", "uint4"),
         _q2_k,
     ),
     "Q3_K": Layout(
         _block(("high", "u1", 32), ("levels", "u1", 64), ("scales", "u1", 12), _SCALE),
-        PackedFormat(4, True, 16, "none", "int8"),
+        PackedFormat(3, True, 16, "none", "int6"),
         _q3_k,
     ),
     "IQ4_NL": Layout(_block(_SCALE, ("levels", "u1", 16)), PackedFormat(4, False, 32, table=IQ4), _nibbles),

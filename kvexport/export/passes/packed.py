@@ -10,7 +10,7 @@ A Gather of the rows of w (an embedding) becomes nodes that dequantize only thos
     y = Gather<axis = 0>(w, ids)  =>  r = Gather<axis = 0>(rows, ids), scale, zero, minimum and so on likewise;
                                       numbers unpacked, cast to float32, (r - zero) * scale + minimum
 
-`rows` has the same bytes as w. A weight of four bits is uint8 [N, K / 2] there, because Gather supports no 4-bit types.
+`rows` has the same bytes as w. Tensors of four bits are uint8 [N, K / 2] there, because Gather supports no 4-bit types.
 ONNX Runtime's CUDA provider has no kernels of operators on bits, so for it the Gather becomes
 
     y = com.microsoft.GatherBlockQuantized<bits, block_size = g>(rows, ids, scale, zero?)    and + minimum
@@ -32,7 +32,7 @@ from kvexport.errors import UsageError
 from kvexport.export.passes.nodes import is_op, permutes
 from kvexport.export.weights.computed import component_name
 from kvexport.ops.linear import dequantized, parts_after
-from kvexport.ops.packed import SUPER, PackedFormat, PackedTensor
+from kvexport.ops.packed import SUPER, PackedFormat
 
 TYPES = {
     "int4": ir.DataType.INT4,
@@ -76,17 +76,16 @@ def put_packed(
             continue
         assert value.shape is not None and value.dtype is not None
         n, k = value.shape.numpy()
-        put = _Putter(model.graph, name, packing.tensors(n, k), packing, value.dtype)
+        put = _Putter(model.graph, name, (n, k), packing, value.dtype)
         readers = list(value.uses())
         gathers = [node for node, i in readers if is_op(node, "Gather") and i == 0]
         gathers = [node for node in gathers if "axis" not in node.attributes or node.attributes["axis"].as_int() == 0]
         del model.graph.initializers[name]
         for node in gathers:
             put.library_embedding(node) if library else put.embedding(node)
-            renamed |= {
-                component_name(name, ROWS): name,
-                component_name(name, f"zero_{ROWS}"): component_name(name, "zero"),
-            }
+            parts = ("zero", "scale", "minimum")
+            renamed |= {component_name(name, f"{part}_{ROWS}"): component_name(name, part) for part in parts}
+            renamed[component_name(name, ROWS)] = name
         if others := [(node, i) for node, i in readers if node not in gathers]:
             dense = put.dense()
             for node, i in others:
@@ -127,12 +126,12 @@ class _Putter:
         self,
         graph: ir.Graph,
         name: str,
-        components: Mapping[str, PackedTensor],
+        shape: tuple[int, int],
         packing: PackedFormat,
         dtype: ir.DataType,
     ) -> None:
-        self.graph, self.name, self.components, self.packing, self.dtype = graph, name, components, packing, dtype
-        self.shape = components["weight"].shape
+        self.graph, self.name, self.shape, self.packing, self.dtype = graph, name, shape, packing, dtype
+        self.components = packing.tensors(*shape)
         self.before = graph[0]
         self.node_count = 0
 
@@ -213,16 +212,25 @@ class _Putter:
 
     def floats(self, component: str, ids: ir.Value) -> ir.Value:
         """Add nodes that gather rows of the packed weight's scales or minimums; return float32 [B, T, groups, 1]."""
-        picked = self.node("Gather", [self.component(component), ids], axis=0)
-        picked = self.cast(picked, TYPES[self.packing.scale_dtype], ir.DataType.FLOAT)
-        last = self.constant([-1])
+        dtype, float32, last = self.packing.scale_dtype, ir.DataType.FLOAT, self.constant([-1])
+        groups = self.shape[1] // self.packing.group
+        if dtype == "uint4":
+            name, sizes = f"{component}_{ROWS}", (self.shape[0], groups // 2)
+            picked = self.node("Gather", [self.component(name, sizes, "uint8"), ids], axis=0)
+            picked = self.node("Cast", [self.halves(picked)], to=int(float32))
+        else:
+            picked = self.node("Gather", [self.component(component), ids], axis=0)
+        if dtype == "int6":
+            picked = self.sixes(self.node("Reshape", [picked, self.constant([0, 0, groups // 4, 3])]))
+        elif dtype != "uint4":
+            picked = self.cast(picked, TYPES[dtype], float32)
         if component == "exponent":
             exponent = self.node("Sub", [picked, self.constant([128], np.float32)])
             picked = self.node("Pow", [self.constant([2], np.float32), exponent])
-        if self.packing.scale_dtype == "int8":
-            supers, groups = self.shape[1] // SUPER, self.shape[1] // self.packing.group
+        if self.packing.has_supers:
+            supers = self.shape[1] // SUPER
             factors = self.node("Gather", [self.component(f"super_{component}"), ids], axis=0)
-            factors = self.node("Unsqueeze", [self.cast(factors, ir.DataType.FLOAT16, ir.DataType.FLOAT), last])
+            factors = self.node("Unsqueeze", [self.cast(factors, ir.DataType.FLOAT16, float32), last])
             apart = self.node("Reshape", [picked, self.constant([0, 0, supers, groups // supers])])
             picked = self.node("Reshape", [self.node("Mul", [apart, factors]), self.constant([0, 0, groups])])
         return self.node("Unsqueeze", [picked, last])
@@ -265,32 +273,46 @@ class _Putter:
                 "Gather", [self.component(name, self.components[component].shape, packing.dtype), ids], axis=0
             )
             return self.node("Cast", [self.node("Reshape", [picked, shape])], to=int(ir.DataType.FLOAT))
-        picked = self.node("Gather", [self.component(name, (self.shape[0], count // 2), "uint8"), ids], axis=0)
-        low = self.node("BitwiseAnd", [picked, self.constant([15], np.uint8)])
-        high = self.node("BitShift", [picked, self.constant([4], np.uint8)], direction="RIGHT")
-        last = self.constant([-1])
-        halves = self.node("Concat", [self.node("Unsqueeze", [x, last]) for x in (low, high)], axis=-1)
+        stored = (self.shape[0], count * packing.low_bits // 8)
+        picked = self.node("Gather", [self.component(name, stored, "uint8"), ids], axis=0)
+        values = self.fields(picked, 2, count) if packing.low_bits == 2 else self.halves(picked)
         if packing.high_bits:
-            halves = self.node("BitwiseOr", [self.node("Reshape", [halves, shape]), self.high(ids, shape)])
+            upper = self.node("Gather", [self.component("high"), ids], axis=0)
+            upper = self.node("Reshape", [self.fields(upper, packing.high_bits, count), shape])
+            upper = self.node("BitShift", [upper, self.constant([packing.low_bits], np.uint8)], direction="LEFT")
+            values = self.node("BitwiseOr", [self.node("Reshape", [values, shape]), upper])
         elif packing.signed:
-            halves = self.node("BitwiseXor", [halves, self.constant([8], np.uint8)])
+            values = self.node("BitwiseXor", [values, self.constant([8], np.uint8)])
         if packing.table:
-            indices = self.node("Cast", [halves], to=int(ir.DataType.INT32))
-            halves = self.node("Gather", [self.component("table"), indices], axis=0)
-        value = self.node("Cast", [self.node("Reshape", [halves, shape])], to=int(ir.DataType.FLOAT))
+            indices = self.node("Cast", [values], to=int(ir.DataType.INT32))
+            values = self.node("Gather", [self.component("table"), indices], axis=0)
+        value = self.node("Cast", [self.node("Reshape", [values, shape])], to=int(ir.DataType.FLOAT))
         half = 1 << (packing.bits - 1)
         return self.node("Sub", [value, self.constant([half], np.float32)]) if packing.signed else value
 
-    def high(self, ids: ir.Value, shape: ir.Value) -> ir.Value:
-        """Add nodes that gather the upper bits of 5- or 6-bit numbers; the lowest four bits of the results are 0."""
-        bits, (_, k) = self.packing.high_bits, self.shape
-        picked = self.node("Gather", [self.component("high"), ids], axis=0)
-        apart = self.node("Reshape", [picked, self.constant([0, 0, k * bits // 32, 1, 4])])
+    def halves(self, picked: ir.Value) -> ir.Value:
+        """Add nodes that unpack 4-bit numbers [B, T, bytes]; return uint8 [B, T, bytes, 2]."""
+        low = self.node("BitwiseAnd", [picked, self.constant([15], np.uint8)])
+        high = self.node("BitShift", [picked, self.constant([4], np.uint8)], direction="RIGHT")
+        last = self.constant([-1])
+        return self.node("Concat", [self.node("Unsqueeze", [x, last]) for x in (low, high)], axis=-1)
+
+    def fields(self, picked: ir.Value, bits: int, count: int) -> ir.Value:
+        """Add nodes that unpack rows of `count` numbers of 1 or 2 bits (`pack_fields`); return uint8 [B, T, ...]."""
+        apart = self.node("Reshape", [picked, self.constant([0, 0, count * bits // 32, 1, 4])])
         fields = self.constant([[field] for field in range(0, 8, bits)], np.uint8)
         apart = self.node("BitShift", [apart, fields], direction="RIGHT")
-        apart = self.node("BitwiseAnd", [apart, self.constant([(1 << bits) - 1], np.uint8)])
-        flat = self.node("Reshape", [self.node("Reshape", [apart, self.constant([0, 0, k])]), shape])
-        return self.node("BitShift", [flat, self.constant([4], np.uint8)], direction="LEFT")
+        return self.node("BitwiseAnd", [apart, self.constant([(1 << bits) - 1], np.uint8)])
+
+    def sixes(self, apart: ir.Value) -> ir.Value:
+        """Add nodes that unpack scales [B, T, groups / 4, 3] of 6 bits (`pack_sixes`); return float32."""
+        to_float = int(ir.DataType.FLOAT)
+        three = self.node("BitwiseAnd", [apart, self.constant([63], np.uint8)])
+        twos = self.node("BitShift", [apart, self.constant([6], np.uint8)], direction="RIGHT")
+        powers = self.constant([[1], [4], [16]], np.float32)
+        fourth = self.node("MatMul", [self.node("Cast", [twos], to=to_float), powers])
+        four = self.node("Concat", [self.node("Cast", [three], to=to_float), fourth], axis=-1)
+        return self.node("Sub", [four, self.constant([32], np.float32)])
 
 
 def _graph(node: ir.Node) -> ir.Graph:

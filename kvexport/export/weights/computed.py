@@ -71,8 +71,10 @@ def component_blocks(spec: ComputedSpec) -> Iterator[tuple[str, Iterator[Array]]
 
     yield "weight", weight()
     for name, kept in rest.items():
-        whole = np.concatenate(kept)
-        yield name, iter([pack(whole, packing.bits) if name == "zero" else whole.astype(spec.components[name].dtype)])
+        whole, dtype = np.concatenate(kept), spec.components[name].dtype
+        if name == "zero":
+            whole = pack(whole, packing.bits)
+        yield name, iter([whole if dtype in ("int4", "uint4") else whole.astype(dtype)])
     if packing.table:
         yield "table", iter([np.array(packing.table, np.int8)])
     if order is not None:

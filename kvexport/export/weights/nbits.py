@@ -2,8 +2,9 @@
 
 Numbers in this layout are unsigned, and without a zero point 2^(bits - 1) stands for 0. Groups (inputs that share a
 scale) are powers of two, and every row of zero points begins at a byte. All conversions are exact: 2^(bits - 1) is
-added to a signed number, a larger group is divided into smaller ones with the same scale, numbers of a table and of 5
-or 6 bits become numbers of 8 bits, and products of scales and super-scales become float32.
+added to a signed number, a larger group is divided into smaller ones with the same scale, numbers of 2 and 3 bits
+become numbers of 4 bits, numbers of a table and of 5 or 6 bits become numbers of 8 bits, and products of scales and
+super-scales become float32.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from kvexport.export.model.tensors import Dense, Source
 from kvexport.export.weights.computed import ComputedSpec
 from kvexport.export.weights.write import Spec
-from kvexport.ops.packed import PackedFormat, integers, scales
+from kvexport.ops.packed import PackedFormat, integers, pack, scales
 
 Array = NDArray[Any]
 GROUPS = (128, 64, 32, 16)
@@ -89,7 +90,7 @@ def _numbers(block: Mapping[str, Array], old: PackedFormat, new: PackedFormat, s
     numbers = integers(old, *shape, block).astype(np.int32)
     if old.table:
         numbers = np.array(old.table, np.int32)[numbers]
-    return (numbers + (128 if new.signed else 0)).astype(np.uint8)
+    return pack(numbers + ((1 << (new.bits - 1)) if new.signed else 0), new.bits)
 
 
 def nbits_specs(specs: list[Spec]) -> list[Spec]:

@@ -10,13 +10,24 @@ namespace kv {
 
 // The values of the attribute `packed`: the inputs of a node that follow a packed weight. They are a scale or, for
 // kExponents, an exponent; then the zero point, the minimum or the table. kSupers adds the super-scales of scales and
-// of minima, and kHigh times 1 or 2 the upper bits of integers of 5 or 6 bits, last.
-enum Packed { kNotPacked, kScaled, kWithZero, kWithMinimum, kWithTable, kExponents, kSupers = 8, kHigh = 16 };
+// of minima, and kHigh times 1 or 2 the upper bits of integers of 3, 5 or 6 bits, last. kTwoLow: integers have 2 lower
+// bits, four to a byte, in place of 4.
+enum Packed {
+  kNotPacked,
+  kScaled,
+  kWithZero,
+  kWithMinimum,
+  kWithTable,
+  kExponents,
+  kSupers = 8,
+  kHigh = 16,
+  kTwoLow = 64
+};
 
 constexpr size_t kMostInputs = 6;  // of a weight: itself, scale, minimum, a super-scale of each, and upper bits
 
 inline int without_flags(int packed) { return packed & 7; }
-inline int high_bits(int packed) { return packed / kHigh; }
+inline int high_bits(int packed) { return packed / kHigh & 3; }
 inline bool has_table(int packed) { return without_flags(packed) == kWithTable || without_flags(packed) == kExponents; }
 inline int inputs_after(int packed) {
   const int kind = without_flags(packed), parts = kind == kNotPacked ? 0 : kind == kScaled ? 1 : 2;
@@ -28,6 +39,8 @@ inline int inputs_after(int packed) {
 inline bool is_known(int packed) {
   const int kind = without_flags(packed);
   const bool scaled = kind == kScaled || kind == kWithMinimum;
+  if (packed >= kTwoLow)
+    return packed == (kWithMinimum | kSupers | kTwoLow) || packed == (kScaled | kSupers | kHigh | kTwoLow);
   return packed >= 0 && kind <= kExponents && high_bits(packed) <= 2 && (!high_bits(packed) || scaled) &&
          (!(packed & kSupers) || scaled || kind == kWithTable);
 }
@@ -52,7 +65,7 @@ Packing read_packing(const Node& node, size_t count) {
                    std::to_string(x.packed.size()) + " and " + std::to_string(x.group.size()));
   for (size_t i = 0; i < count; ++i) {
     check(node, is_known(x.packed[i]), "packed", x.packed[i],
-          "0 to 5, 8 more than 1, 3 or 4, or 16 or 32 more than 1, 3, 9 or 11");
+          "0 to 5, 8 more than 1, 3 or 4, 16 or 32 more than 1, 3, 9 or 11, 75, or 89");
     check(node, x.packed[i] ? x.group[i] > 0 : x.group[i] == 0, "group", x.group[i],
           x.packed[i] ? "positive of a packed weight" : "0 of a weight that is not packed");
   }

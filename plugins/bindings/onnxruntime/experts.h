@@ -34,7 +34,7 @@ struct ExpertsNode : ExpertsAttributes {
     };
     first = read(3, 0);
     down = read(3 + first.count() + bias, 1);
-    const Shape one = declared_shape(info, first.integers.input), other = declared_shape(info, down.integers.input);
+    const Shape one = first.declared(info), other = down.declared(info);
     if (!one.empty() && !other.empty()) check_shapes(one, other);
   }
 

@@ -60,7 +60,7 @@ struct LinearNode : LinearAttributes {
     while (next < expected) plain(next++);
     const Shape input = declared_shape(info, 0);
     for (size_t i = 0; i < count; ++i) {
-      const Shape weight = declared_shape(info, weights[i].integers.input);
+      const Shape weight = weights[i].declared(info);
       if (!input.empty() && !weight.empty()) check_shapes(input, weight, output_heads[i]);
     }
   }

@@ -89,6 +89,11 @@ struct Weight {
   void read_parts(const Ort::ConstKernelInfo& info, size_t input, const Attributes& node) {
     if (!packed) return;
     const int kind = without_flags(packed);
+    if (packed & kTwoLow) {
+      node.require(integers.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8 && !integers.shape.empty(),
+                   "input " + std::to_string(input) + " is a weight of 2 or 3 bits, and not uint8, or no constant");
+      integers.shape.back() *= 4;
+    }
     node.require(low_bits() != 0,
                  "input " + std::to_string(input) + " is a packed weight, and of no type of 4 or 8 bits");
     node.require(low_bits() == 8 || group % 2 == 0, "a group of 4-bit weights is odd: " + std::to_string(group));
@@ -105,9 +110,14 @@ struct Weight {
                    "input " + std::to_string(offset.input) + " is a zero point, and of another type than its weight");
     if (has_table()) read_table(info, input, node);
     read_planes(info, input + count(), node);
-    const Shape weight = declared_shape(info, input);
+    const Shape weight = declared(info);
     for (const Shape& groups : {declared_shape(info, input + 1), declared_offset(info)})
       if (!weight.empty() && !groups.empty()) require_groups(weight, groups);
+  }
+
+  // Returns the shape of the weight's numbers as far as the node declares it.
+  Shape declared(const Ort::ConstKernelInfo& info) const {
+    return integers.shape.empty() ? declared_shape(info, integers.input) : integers.shape;
   }
 
   // Reads the super-scales and the upper bits, which are the last of the inputs before `end`.
@@ -123,7 +133,7 @@ struct Weight {
       return part;
     };
     if (const int bits = high_bits(packed)) {
-      node.require(integers.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT4,
+      node.require(packed & kTwoLow || integers.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT4,
                    "input " + std::to_string(integers.input) + " is a weight with upper bits, and not uint4");
       high = read(--end, ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8, 8 / bits);
     }
@@ -177,8 +187,9 @@ struct Weight {
   bool has_offset() const { return without_flags(packed) == kWithZero || without_flags(packed) == kWithMinimum; }
   bool has_table() const { return kv::has_table(packed); }
   size_t count() const { return 1 + inputs_after(packed); }
-  // Returns the bits of the elements of the weight's type.
+  // Returns the bits of a number that are in the weight itself.
   int low_bits() const {
+    if (packed & kTwoLow) return 2;
     switch (integers.type) {
       case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT4:
       case ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT4:
@@ -230,11 +241,17 @@ struct Weight {
   }
   static int kernel_type(const Streamed& tensor) {
     if (tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8) return KV_SUB_SCALES;
+    if (tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT4) return KV_SUB_SCALES_4;
+    if (tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8) return KV_SUB_SCALES_6;
     return tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT ? KV_FLOAT32 : KV_FLOAT16;
   }
   void require_scale(const Attributes& node, const Streamed& tensor) const {
     const std::string name = "input " + std::to_string(tensor.input) + " is a scale or a minimum, and ";
-    if (packed & kSupers)
+    if (packed & kTwoLow)
+      node.require(tensor.type ==
+                       (high_bits(packed) ? ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8 : ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT4),
+                   name + "not uint4 (2 bits) or uint8 (3 bits)");
+    else if (packed & kSupers)
       node.require(tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8, name + "not int8, with a super-scale");
     else
       node.require(
@@ -249,6 +266,7 @@ struct Weight {
     Shape expected = weight;
     const bool divides = weight.size() == (parts ? 3 : 2) && (weight.back() < 0 || weight.back() % group == 0);
     if (divides && weight.back() >= 0) expected.back() /= group;
+    if (packed & kTwoLow && high_bits(packed)) expected.back() = expected.back() * 6 / 8;  // bytes of scales of 6 bits
     require(divides && fits(groups, expected), [&] {
       return op + ": a weight " + text(weight) + " in groups of " + std::to_string(group) +
              " does not fit a scale, zero point or minimum " + text(groups);

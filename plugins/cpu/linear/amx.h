@@ -53,7 +53,7 @@ static inline void tile_weights(const PanelFloats& panel, int64_t first, int dep
   for (int i = 0; i < 32; ++i) reinterpret_cast<uint16_t*>(&sides)[i] = static_cast<uint16_t>(i / 2 + i % 2 * 16);
   const int unit = panel.l.unit;
   for (int k = 0; k < tiles_of(depth) * kTileInputs; k += unit) {
-    vf v[8] = {};
+    vf v[kMostUnit] = {};
     if (first + k < panel.l.inputs) panel.unit(first + k, 0, v);
     for (int j = 0; j < unit; j += 2, out += kTileInputs) {
       const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)v[j + 1], (__m512)v[j]);

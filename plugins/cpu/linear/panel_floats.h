@@ -7,6 +7,8 @@
 namespace kv {
 namespace KV_ISA {
 
+constexpr int kMostUnit = 16;  // inputs of a unit of panels.h
+
 // The values of a panel's units.
 struct PanelFloats {
   const PanelLayout& l;
@@ -26,13 +28,14 @@ struct PanelFloats {
     if (has_table) table = Table<false>(weight.table);
   }
 
-  // Computes v[i], W columns of input k + i, for the inputs of the unit that begins with k.
+  // Computes v[i], W columns of input k + i, for the inputs of the unit that begins with k. v: room for kMostUnit.
   void unit(int64_t k, int slice, vf* v) const {
     const int64_t group = k / l.group;
     const vf scale = groups.scales(group, slice);
     const vf offset = groups.kind == PanelGroups::kNone ? vf{} : groups.offsets(group, slice, scale);
     vi all;
     memcpy(&all, integers + l.line(k) + 4 * W * slice, sizeof all);
+    if (bits < 4) return narrow_unit(k, slice, all, scale, offset, v);
     vi low = all & 0x0f0f0f0f, high = (all >> 4) & 0x0f0f0f0f;
     if (has_table) {
       low = table.of(low), high = table.of(high);
@@ -55,6 +58,21 @@ struct PanelFloats {
       if (bits != 8) v[i + 4] = __builtin_convertvector((high & 255) - middle, vf) * scale + offset;
     }
   }
+
+ private:
+  // Computes a unit of numbers of 2 or 3 bits. all: their lower bits.
+  void narrow_unit(int64_t k, int slice, vi all, vf scale, vf offset, vf* v) const {
+    vi upper{};
+    if (l.chunk) {
+      memcpy(&upper, integers + l.high_line(k) + 4 * W * slice, sizeof upper);
+      upper >>= static_cast<int>(k % l.chunk / 4);
+    }
+    for (int j = 0; j < l.unit; j += 4, all >>= 2, upper >>= 1) {
+      vi four = (all & 0x03030303) | (upper & 0x01010101) << 2;
+      for (int i = 0; i < 4; ++i, four >>= 8)
+        v[j + i] = __builtin_convertvector((four & 255) - middle, vf) * scale + offset;
+    }
+  }
 };
 
 constexpr int kFloatRows = W == 16 ? 4 : 2;  // rows that are multiplied in one pass over a panel
@@ -66,7 +84,7 @@ static inline void float_panel(const PanelFloats& panel, const float* x, int64_t
   for (int slice = 0; slice < kSlices; ++slice) {
     vf y[kRows][kFloatSums] = {};
     for (int64_t k = 0; k < inputs; k += panel.l.unit) {
-      vf v[8];
+      vf v[kMostUnit];
       panel.unit(k, slice, v);
       const int64_t rest = inputs - k < panel.l.unit ? inputs - k : panel.l.unit;
       for (int64_t j = 0; j < rest; ++j)
@@ -91,7 +109,7 @@ static inline void unpack_panel(const KvWeight& weight, const PanelLayout& l, in
   const PanelFloats floats(weight, l, panel);
   for (int slice = 0; slice < kSlices; ++slice)
     for (int k = 0; k < depth; k += l.unit) {
-      vf v[8];
+      vf v[kMostUnit];
       floats.unit(first + k, slice, v);
       for (int j = 0; j < l.unit && k + j < depth; ++j) store(to + (k + j) * stride + slice * W, v[j]);
     }

@@ -24,7 +24,7 @@ struct PanelGroups {
         scale_type(weight.scale_type) {
     kind = has_zeros(weight)                      ? kZero
            : !weight.minimum                      ? kNone
-           : weight.minimum_type == KV_SUB_SCALES ? kSubMinimum
+           : kv_is_sub_scale(weight.minimum_type) ? kSubMinimum
            : weight.minimum_type == KV_FLOAT32    ? kFloatMinimum
                                                   : kHalfMinimum;
     center = weight.is_signed ? 0 : center_of(weight);
@@ -35,24 +35,54 @@ struct PanelGroups {
   static vf numbers(const uint8_t* at, bool floats, int64_t i) {
     return floats ? load(reinterpret_cast<const float*>(at) + i) : load(reinterpret_cast<const half*>(at) + i);
   }
-  // Returns 2^(e - 128) for W bytes e, with the same bits as power_of (packed.h).
-  static vf powers(const uint8_t* at) {
+  // Returns W bytes, each in a lane.
+  static vi bytes(const uint8_t* at) {
+#if defined(__AVX512F__)
+    return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+#elif defined(__AVX2__)
+    return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+#elif defined(KV_NEON)
+    uint32_t four;
+    memcpy(&four, at, sizeof four);
+    return (vi)vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)))));
+#else
     typedef uint8_t vb __attribute__((vector_size(W)));
     vb bytes;
     memcpy(&bytes, at, sizeof bytes);
-    vi exponents = __builtin_convertvector(bytes, vi);
+    return __builtin_convertvector(bytes, vi);
+#endif
+  }
+  // Returns 2^(e - 128) for W bytes e, with the same bits as power_of (packed.h).
+  static vf powers(const uint8_t* at) {
+    vi exponents = bytes(at);
     exponents = (exponents + (exponents > 0)) << 23;
     vf power;
     memcpy(&power, &exponents, sizeof power);
     return power;
   }
-  // Returns the numbers at `at` times their super-scales. minimum: 1 for those of minima.
+  // Returns number i of four sub-scales of 4 or 6 bits, whose bytes begin at `four`.
+  template <int kType>
+  static vf factor(const uint8_t* four, int i) {
+    const auto row = [&](int n) { return bytes(four + n * kPanelColumns); };
+    if (kType == KV_SUB_SCALES_4) return __builtin_convertvector(row(i >> 1) >> 4 * (i & 1) & 15, vf);
+    const vi sixes = i < 3 ? row(i) & 63 : row(0) >> 6 | row(1) >> 6 << 2 | row(2) >> 6 << 4;
+    return __builtin_convertvector(sixes - 32, vf);
+  }
+  // Returns the sub-scales at `at`.
+  vf factors(const uint8_t* at, int64_t group, int slice) const {
+    at += slice * W;
+    if (scale_type == KV_SUB_SCALES) return load(reinterpret_cast<const int8_t*>(at) + group * kPanelColumns);
+    const uint8_t* const four = at + group / 4 * kPanelColumns * kv_scale_bits(scale_type) / 2;
+    const int i = static_cast<int>(group % 4);
+    return scale_type == KV_SUB_SCALES_4 ? factor<KV_SUB_SCALES_4>(four, i) : factor<KV_SUB_SCALES_6>(four, i);
+  }
+  // Returns the sub-scales at `at` times their super-scales. minimum: 1 for those of minima.
   vf sub_scales(const uint8_t* at, int64_t group, int slice, int minimum) const {
-    const half* const factors = super + (group >> groups_shift) * super_step + minimum * kPanelColumns;
-    return load(reinterpret_cast<const int8_t*>(at) + group * kPanelColumns + slice * W) * load(factors + slice * W);
+    const half* const supers = super + (group >> groups_shift) * super_step + minimum * kPanelColumns;
+    return factors(at, group, slice) * load(supers + slice * W);
   }
   vf scales(int64_t group, int slice) const {
-    if (scale_type == KV_SUB_SCALES) return sub_scales(scale, group, slice, 0);
+    if (kv_is_sub_scale(scale_type)) return sub_scales(scale, group, slice, 0);
     if (scale_type == KV_EXPONENTS) return powers(scale + group * kPanelColumns + slice * W);
     return numbers(scale, scale_type == KV_FLOAT32, group * kPanelColumns + slice * W);
   }

@@ -30,25 +30,59 @@ namespace KV_ISA {
 constexpr int64_t kPanelAhead = 6144;
 constexpr int kSecondCache = 2;
 
-// How the integers of a panel are read: as numbers of 4, 5, 6 or 8 bits, or as indices of a table of numbers.
-enum class Read { kFour, kFive, kSix, kEight, kTable };
-constexpr int high_bits_of(Read read) { return read == Read::kFive ? 1 : read == Read::kSix ? 2 : 0; }
-// The bits of the numbers that are multiplied.
-constexpr int bits_of(Read read) { return read == Read::kFour ? 4 : high_bits_of(read) ? 6 : 8; }
-constexpr int eighth_of_center(Read read) {
-  return read == Read::kFour ? 1 : high_bits_of(read) ? 1 << high_bits_of(read) : 16;
+// How the integers of a panel are read: as numbers of 2 to 6 or of 8 bits, or as indices of a table of numbers.
+enum class Read { kTwo, kThree, kFour, kFive, kSix, kEight, kTable };
+constexpr bool is_narrow(Read read) { return read == Read::kTwo || read == Read::kThree; }
+constexpr int high_bits_of(Read read) {
+  return read == Read::kThree || read == Read::kFive ? 1 : read == Read::kSix ? 2 : 0;
 }
-constexpr int unit_of(Read read) { return read == Read::kEight ? 4 : 8; }
+// The bits of the numbers that are multiplied.
+constexpr int bits_of(Read read) { return is_narrow(read) || read == Read::kFour ? 4 : high_bits_of(read) ? 6 : 8; }
+constexpr int center_of(Read read) {
+  return is_narrow(read) ? 4 * high_bits_of(read) : bits_of(read) == 8 ? 128 : 8 << high_bits_of(read);
+}
+constexpr int unit_of(Read read) { return is_narrow(read) ? 16 : read == Read::kEight ? 4 : 8; }
+// The inputs of a block if all weights of the kind have blocks of one size, otherwise 0.
+constexpr int block_of(Read read) { return is_narrow(read) ? 16 : high_bits_of(read) ? 32 / high_bits_of(read) : 0; }
 
 template <Read kRead>
 using DotsOf = Dots<bits_of(kRead)>;
 using NumbersOf = Table<!Dots<8>::kCentered>;
+
+// Returns center / 8 times `start`, which is a multiple of 8.
+template <Read kRead>
+static KV_INLINE int start_of(int start) {
+  return center_of(kRead) == 4 ? start >> 1 : center_of(kRead) / 8 * start;
+}
 
 // Returns, from the fifth bit of every byte on, the kHigh upper bits of the inputs 4 quad to 4 quad + 3.
 template <int kHigh>
 static KV_INLINE vi fifth_bits(vi upper, int quad) {
   const int at = quad * kHigh;
   return (at < 4 ? upper << (4 - at) : upper >> (at - 4)) & (kHigh == 1 ? 0x10101010 : 0x30303030);
+}
+
+// Adds the dot products of one block of 16 inputs, of 2 or 3 bits. odd: whether the block is the second of the 32
+// inputs whose upper bits are together, at `integers`.
+template <Read kRead, int kRows, int kBytes>
+static KV_INLINE void narrow_dots(const uint8_t* integers, bool odd, const int8_t* values, int64_t apart,
+                                  const uint8_t* ahead, DotsOf<kRead> (&dots)[kRows][kBytes][kSlices]) {
+  constexpr bool kThree = kRead == Read::kThree;
+  __builtin_prefetch(ahead, 0, kSecondCache);
+  if (kThree) __builtin_prefetch(ahead + kPanelLine, 0, kSecondCache);
+  const uint8_t* const line = integers + (kThree ? (1 + odd) * kPanelLine : 0);
+  for (int s = 0; s < kSlices; ++s) {
+    vi all, upper{};
+    memcpy(&all, line + 4 * W * s, sizeof all);
+    if (kThree) memcpy(&upper, integers + 4 * W * s, sizeof upper), upper >>= odd ? 4 : 0;
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; ++q) {
+      vi four = (all >> 2 * q) & 0x03030303;
+      if (kThree) four |= (q < 2 ? upper << (2 - q) : upper >> (q - 2)) & 0x04040404;
+      for (int i = 0; i < kRows; ++i)
+        for (int p = 0; p < kBytes; ++p) dots[i][p][s].add(four, values + p * apart + i * 16 + 4 * q);
+    }
+  }
 }
 
 // Adds the dot products of one block of kRows rows with W x kSlices columns to dots. integers: the panel's integers of
@@ -95,6 +129,7 @@ enum class Pass { kBoth, kHigh, kLow };
 struct PanelBlock {
   const uint8_t *integers, *ahead;
   int size, offsets;  // size: inputs; offsets: whether the weight has offsets
+  bool odd;           // of 3 bits: whether the block is the second of two whose upper bits are together
   const int8_t* values;
   int64_t apart;  // bytes from the high bytes to the low bytes
   const float *step, *sum;
@@ -107,7 +142,6 @@ template <Read kRead, int kRows, int kBlock, Pass kPass, int kFrom = 0, int kCou
 static KV_INLINE void add_block(const PanelBlock& b, const vf (&scale)[kSlices], const vf (&offset)[kSlices],
                                 vf (&y)[kRows][kSlices]) {
   constexpr int kBytes = kPass == Pass::kBoth ? 2 : 1, kFirst = kPass == Pass::kLow;
-  constexpr int kCenter = eighth_of_center(kRead);
   const int8_t* const values = b.values + kFirst * b.apart + kFrom * b.size;
   const int32_t* const starts = b.start + kFirst * kRows + kFrom;
   const auto add_slice = [&](int s, const auto& total_of) {
@@ -122,7 +156,7 @@ static KV_INLINE void add_block(const PanelBlock& b, const vf (&scale)[kSlices],
 #if defined(__ARM_FEATURE_DOTPROD)
   if constexpr (kBlock > 0) {
     using Rows = RowsOf<kCount, kBytes, kBlock>;
-    using Integers = SliceIntegers<kRead == Read::kEight, kRead == Read::kTable, high_bits_of(kRead), NumbersOf>;
+    using Integers = SliceIntegers<32 / unit_of(kRead), kRead == Read::kTable, high_bits_of(kRead), NumbersOf>;
     const Rows rows(values, b.apart);
     constexpr int kLines = kBlock / unit_of(kRead) + (high_bits_of(kRead) > 0);
     for (int64_t at = 0; at < kLines * kPanelLine; at += kPanelLine) __builtin_prefetch(b.ahead + at, 0, kSecondCache);
@@ -130,8 +164,8 @@ static KV_INLINE void add_block(const PanelBlock& b, const vf (&scale)[kSlices],
       int32x4_t sums[kCount][kBytes];
       for (int i = 0; i < kCount; ++i)
         for (int p = 0; p < kBytes; ++p)
-          sums[i][p] = DotsOf<kRead>::kCentered ? vdupq_n_s32(0) : vdupq_n_s32(kCenter * starts[p * kRows + i]);
-      rows.multiply(Integers{b.integers + 4 * W * s, b.table}, sums, Rows::kSteps);
+          sums[i][p] = DotsOf<kRead>::kCentered ? vdupq_n_s32(0) : vdupq_n_s32(start_of<kRead>(starts[p * kRows + i]));
+      rows.multiply(Integers{b.integers + 4 * W * s, b.table, b.odd}, sums, Rows::kSteps);
       add_slice(s, [&](int i, int p) { return (vi)sums[i][p]; });
     }
     return;
@@ -142,10 +176,13 @@ static KV_INLINE void add_block(const PanelBlock& b, const vf (&scale)[kSlices],
   for (int i = 0; i < kCount; ++i)
     for (int p = 0; p < kBytes; ++p)
       for (int s = 0; s < kSlices; ++s) {
-        const vi start = splat_i(kCenter * starts[p * kRows + i]);
+        const vi start = splat_i(start_of<kRead>(starts[p * kRows + i]));
         dots[i][p][s] = DotsOf<kRead>(DotsOf<kRead>::kCentered ? vi{} : start);
       }
-  dots_of_block<kRead, kCount, kBlock, kBytes>(b.integers, values, b.apart, b.size, b.ahead, b.table, dots);
+  if constexpr (is_narrow(kRead))
+    narrow_dots<kRead, kCount, kBytes>(b.integers, b.odd, values, b.apart, b.ahead, dots);
+  else
+    dots_of_block<kRead, kCount, kBlock, kBytes>(b.integers, values, b.apart, b.size, b.ahead, b.table, dots);
   for (int s = 0; s < kSlices; ++s) add_slice(s, [&](int i, int p) { return dots[i][p][s].total(); });
 }
 
@@ -174,6 +211,7 @@ static void panel_tile(const KvWeight& weight, const PanelLayout& l, const uint8
                panel + kPanelAhead,
                block,
                groups.kind != PanelGroups::kNone,
+               false,
                x.values,
                x.apart,
                x.step,
@@ -204,22 +242,72 @@ static void panel_tile(const KvWeight& weight, const PanelLayout& l, const uint8
     for (int s = 0; s < kSlices; ++s) store(out + i * stride + s * W, y[i][s]);
 }
 
+// As panel_tile, for numbers of 2 and 3 bits, whose groups have 16 inputs. Products with sub-scales are summed, and the
+// sums of 256 inputs are multiplied by their super-scales: less work for groups as small as these.
+template <Read kRead, int kRows, bool kTall>
+static void narrow_tile(const KvWeight& weight, const PanelLayout& l, const uint8_t* panel, const RoundedTile& x,
+                        float* out, int64_t stride) {
+  constexpr int kBlock = block_of(kRead), kFour = 4;  // kFour: groups whose sub-scales are read together
+  constexpr bool kThree = kRead == Read::kThree;
+  constexpr int kType = kThree ? KV_SUB_SCALES_6 : KV_SUB_SCALES_4;
+  constexpr int64_t kPair = (kThree ? 3 : 2) * kPanelLine;  // bytes of the integers of two groups
+  const PanelGroups groups(weight, l, panel);
+  const half* super = groups.super;
+  const uint8_t *scale = panel, *minimum = panel + l.offsets, *fine = x.fine;
+  const int64_t numbers = l.integers / l.groups;  // bytes of the scales and minima of a group
+  PanelBlock b{
+      panel + l.integers, panel + kPanelAhead, kBlock, 0, false, x.values, x.apart, x.step, x.sum, x.start, {}};
+  vf y[kRows][kSlices] = {};
+  for (int64_t k = 0; k < l.inputs; k += KV_SUPER, super += groups.super_step) {
+    vf products[kRows][kSlices] = {}, least[kRows][kSlices] = {};
+    for (int four = 0; four < KV_SUPER / kBlock / kFour; ++four) {
+      vf factor[kFour][kSlices], offset[kFour][kSlices];
+#pragma GCC unroll 4
+      for (int i = 0; i < kFour; ++i)
+        for (int s = 0; s < kSlices; ++s) {
+          factor[i][s] = PanelGroups::factor<kType>(scale + s * W, i);
+          if (!kThree) offset[i][s] = PanelGroups::factor<kType>(minimum + s * W, i);
+        }
+      scale += kPanelColumns * kFour * kv_scale_bits(kType) / 8, minimum += kPanelColumns * kFour / 2;
+      for (int i = 0; i < kFour; ++i) {
+        b.odd = i & 1;
+        add_block<kRead, kRows, kBlock, kTall ? Pass::kHigh : Pass::kBoth>(b, factor[i], offset[i], products);
+        if (kTall && __builtin_expect(*fine++, 0))
+          add_low_bytes<kRead, kRows, kBlock>(fine[-1], b, factor[i], offset[i], products);
+        for (int r = 0; r < kRows && !kThree; ++r)
+          for (int s = 0; s < kSlices; ++s) least[r][s] += offset[i][s] * b.sum[r];
+        b.integers += kThree ? (i & 1) * kPair : kPair / 2, b.ahead += kPair / 2 + numbers, b.values += kBlock * kRows;
+        b.step += kRows, b.sum += kRows, b.start += kParts * kRows;
+      }
+    }
+    for (int r = 0; r < kRows; ++r)
+      for (int s = 0; s < kSlices; ++s) {
+        y[r][s] += products[r][s] * load(super + s * W);
+        if (!kThree) y[r][s] += least[r][s] * load(super + kPanelColumns + s * W);
+      }
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int s = 0; s < kSlices; ++s) store(out + r * stride + s * W, y[r][s]);
+}
+
 using PanelTile = void (*)(const KvWeight&, const PanelLayout&, const uint8_t*, const RoundedTile&, float*, int64_t);
 
 template <Read kRead, int kBlock, bool kTall, int kRows = kTall ? kTallRows : kFewRows>
 static inline PanelTile tile_of_rows(int rows) {
   if constexpr (kRows > 1)
     if (rows < kRows) return tile_of_rows<kRead, kBlock, kTall, kRows - 1>(rows);
-  return panel_tile<kRead, kRows, kBlock, kTall>;
+  if constexpr (is_narrow(kRead))
+    return narrow_tile<kRead, kRows, kTall>;
+  else
+    return panel_tile<kRead, kRows, kBlock, kTall>;
 }
 
 template <Read kRead>
 static inline PanelTile tile_for(int block, bool tall, int rows) {
-  constexpr int kHigh = high_bits_of(kRead), kBlock = kHigh ? 32 / kHigh : kMostBlock;
-  if (kHigh || block == kBlock)
+  constexpr int kOne = block_of(kRead), kBlock = kOne ? kOne : kMostBlock;
+  if (kOne || block == kBlock)
     return tall ? tile_of_rows<kRead, kBlock, true>(rows) : tile_of_rows<kRead, kBlock, false>(rows);
-  constexpr int kAny = kHigh ? kBlock : 0;  // integers of 5 and 6 bits have blocks of one size
-  return tall ? tile_of_rows<kRead, kAny, true>(rows) : tile_of_rows<kRead, kAny, false>(rows);
+  return tall ? tile_of_rows<kRead, kOne, true>(rows) : tile_of_rows<kRead, kOne, false>(rows);
 }
 
 void panel_products(const KvWeight& weight, const PanelLayout& l, int64_t panel, const RoundedRows& x, int64_t first,
@@ -228,6 +316,8 @@ void panel_products(const KvWeight& weight, const PanelLayout& l, int64_t panel,
   for (int64_t i = 0; i < count; i += x.tile_rows) {
     const RoundedTile tile = x.tile(first + i);
     const auto tile_for_weight = weight.table       ? tile_for<Read::kTable>
+                                 : weight.bits == 2 ? tile_for<Read::kTwo>
+                                 : weight.bits == 3 ? tile_for<Read::kThree>
                                  : weight.bits == 4 ? tile_for<Read::kFour>
                                  : weight.bits == 5 ? tile_for<Read::kFive>
                                  : weight.bits == 6 ? tile_for<Read::kSix>

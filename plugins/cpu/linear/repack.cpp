@@ -29,12 +29,9 @@ uint32_t turned_by(const KvWeight& weight) {
   return !weight.is_signed || weight.high ? 0 : weight.bits == 4 ? 0x88888888u : 0x80808080u;
 }
 
-// Returns the bits of an integer that are in `data`.
-int low_bits(const KvWeight& weight) { return weight.bits == 8 ? 8 : 4; }
-
 // Returns the unit of a column's inputs from `k` on as four bytes of its line; inputs past the last one are `center`.
 uint32_t unit_at(const KvWeight& weight, int64_t inputs, int64_t column, int64_t k) {
-  const int bits = low_bits(weight), unit = 32 / bits, center = kv::center_of(weight);
+  const int bits = kv_low_bits(&weight), unit = 32 / bits, center = kv::center_of(weight);
   const int64_t first = column * inputs + k;
   const uint32_t turned = turned_by(weight);
   uint32_t all = 0;
@@ -56,7 +53,7 @@ void repack_lines(const KvWeight& weight, int64_t inputs, const PanelLayout& l, 
                   uint8_t* integers) {
   constexpr int kLines = kPanelColumns;  // four bytes of each: 64 bytes of a column
   const uint32_t turned = turned_by(weight);
-  const int bits = low_bits(weight);
+  const int bits = kv_low_bits(&weight);
   uint32_t units[kPanelColumns][kLines];
   for (int c = 0; c < kPanelColumns; ++c)
     memcpy(units[c], static_cast<const uint8_t*>(weight.data) + ((first + c) * inputs + k) * bits / 8, sizeof units[c]);
@@ -69,11 +66,14 @@ void repack_lines(const KvWeight& weight, int64_t inputs, const PanelLayout& l, 
   }
 }
 
-void repack_numbers(const void* from, int64_t size, const PanelLayout& l, int64_t first, int columns, uint8_t* to) {
-  for (int64_t g = 0; g < l.groups; ++g)
+// Repacks scales or minima. Those that are no whole bytes are repacked byte by byte.
+void repack_numbers(const void* from, int type, const PanelLayout& l, int64_t first, int columns, uint8_t* to) {
+  const int bits = kv_scale_bits(type);
+  const int64_t size = bits < 8 ? 1 : bits / 8, count = l.groups * bits / 8 / size;
+  for (int64_t g = 0; g < count; ++g)
     for (int c = 0; c < columns; ++c)
-      memcpy(to + (g * kPanelColumns + c) * size,
-             static_cast<const uint8_t*>(from) + ((first + c) * l.groups + g) * size, static_cast<size_t>(size));
+      memcpy(to + (g * kPanelColumns + c) * size, static_cast<const uint8_t*>(from) + ((first + c) * count + g) * size,
+             static_cast<size_t>(size));
 }
 
 void repack_zeros(const KvWeight& weight, const PanelLayout& l, int64_t first, int columns, uint8_t* to) {
@@ -85,7 +85,7 @@ void repack_zeros(const KvWeight& weight, const PanelLayout& l, int64_t first, i
     }
 }
 
-// Repacks the upper bits of integers of 5 or 6 bits: four bytes of each column for each chunk of inputs.
+// Repacks the upper bits of integers: four bytes of each column for each chunk of inputs.
 void repack_high(const KvWeight& weight, int64_t inputs, const PanelLayout& l, int64_t first, int columns,
                  uint8_t* integers) {
   for (int64_t k = 0; k < inputs; k += l.chunk)
@@ -103,11 +103,11 @@ void repack_supers(const void* from, int64_t blocks, int64_t step, int64_t first
 void repack_panel(const KvWeight& weight, int64_t inputs, const PanelLayout& l, int64_t first, int columns,
                   uint8_t* to) {
   memset(to, 0, static_cast<size_t>(l.integers));
-  repack_numbers(weight.scale, kv_scale_bytes(weight.scale_type), l, first, columns, to);
+  repack_numbers(weight.scale, weight.scale_type, l, first, columns, to);
   if (kv::has_zeros(weight))
     repack_zeros(weight, l, first, columns, to + l.offsets);
   else if (weight.minimum)
-    repack_numbers(weight.minimum, kv_scale_bytes(weight.minimum_type), l, first, columns, to + l.offsets);
+    repack_numbers(weight.minimum, weight.minimum_type, l, first, columns, to + l.offsets);
   const int64_t blocks = inputs / KV_SUPER, step = (weight.super_minimum ? 2 : 1) * 2 * kPanelColumns;
   if (weight.super_scale) repack_supers(weight.super_scale, blocks, step, first, columns, to + l.supers);
   if (weight.super_minimum)
@@ -133,6 +133,7 @@ extern "C" {
 const char* kv_cpu_why_no_panels(const KvWeight* weight, int64_t inputs) {
   if (!weight->bits) return "the weight is not packed";
   if (kv::block_of(*weight, inputs)) return nullptr;
+  if (weight->bits < 4) return "its row is no multiple of 256 inputs, or its group is not 16";
   if (weight->high) return "its row is no multiple of 32 inputs, or its group none of 32 (5 bits) or 16 (6 bits)";
   return "its group is neither a multiple of 8 inputs nor a whole row";
 }

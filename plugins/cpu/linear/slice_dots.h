@@ -15,18 +15,28 @@
 namespace kv {
 namespace KV_ISA {
 
-// How the integers of a slice are read: as bytes, or as the halves of bytes with kHigh upper bits, which are indices of
-// a table or numbers.
-template <bool kIsEight, bool kIsTable, int kHigh, class Numbers>
+// How the integers of a slice are read: as the kLow bits of bytes, or as the halves of bytes with kHigh upper bits,
+// which are indices of a table or numbers.
+template <int kLow, bool kIsTable, int kHigh, class Numbers>
 struct SliceIntegers {
   const uint8_t* integers;  // of the slice, in the first line of the block
   const Numbers& table;
+  bool odd;  // PanelBlock::odd
 
   // Returns inputs 4 q to 4 q + 3 of the four columns.
   template <size_t q>
   int8x16_t quad() const {
-    const uint8x16_t all = vld1q_u8(integers + static_cast<int64_t>(kIsEight ? q : q / 2 + (kHigh > 0)) * kPanelLine);
-    if constexpr (kIsEight) return vreinterpretq_s8_u8(veorq_u8(all, vdupq_n_u8(128)));
+    constexpr size_t kQuads = 8 / kLow;
+    const int64_t line = static_cast<int64_t>(q / kQuads) + (kHigh > 0) + (kLow == 2 && odd);
+    const uint8x16_t all = vld1q_u8(integers + line * kPanelLine);
+    if constexpr (kLow == 8) return vreinterpretq_s8_u8(veorq_u8(all, vdupq_n_u8(128)));
+    if constexpr (kLow == 2) {
+      const uint8x16_t low = vandq_u8(q ? vshrq_n_u8(all, q ? 2 * q : 1) : all, vdupq_n_u8(3));
+      if constexpr (!kHigh) return vreinterpretq_s8_u8(low);
+      const auto places = static_cast<int8_t>(2 - static_cast<int>(q) - (odd ? 4 : 0));  // to the left
+      const uint8x16_t upper = vshlq_u8(vld1q_u8(integers), vdupq_n_s8(places));
+      return vreinterpretq_s8_u8(vorrq_u8(low, vandq_u8(upper, vdupq_n_u8(4))));
+    }
     uint8x16_t half = q % 2 ? vshrq_n_u8(all, 4) : vandq_u8(all, vdupq_n_u8(15));
     if constexpr (kHigh > 0) {
       constexpr int at = q * kHigh;

@@ -128,7 +128,7 @@ def run(model: onnx.ModelProto, feed: dict[str, Array]) -> list[Array]:
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("packing", TAKEN + ODD, ids=str)
 def test_every_packed_weight_is_multiplied_with_its_values(packing: PackedFormat, dtype: str) -> None:
-    rng, n, k = np.random.default_rng(0), 38, 768 if packing.scale_dtype == "int8" else packing.group * 3
+    rng, n, k = np.random.default_rng(0), 38, 768 if packing.has_supers else packing.group * 3
     stored, values = stored_weight(rng, packing, n, k)
     weights, taken = initializers_of("weight0", stored)
     form = Form(packed=(taken.kind,), group=(taken.group,))

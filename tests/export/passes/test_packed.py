@@ -30,6 +30,8 @@ FORMATS = [
         (5, True, 32, "none", "float16", False),
         (5, False, 32, "minimum", "int8", False),
         (6, True, 16, "none", "int8", False),
+        (2, False, 16, "minimum", "uint4", False),
+        (3, True, 16, "none", "int6", False),
     ]
 ]
 FORMATS += [

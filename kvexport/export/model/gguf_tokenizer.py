@@ -54,7 +54,7 @@ def write_tokenizer(gguf: Gguf, folder: Path, length: int) -> None:
 
     meta = gguf.metadata
     tokens, kind, split = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.model"], meta.get("tokenizer.ggml.pre")
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", "gemma4"):
         raise _unknown(gguf)
     tokenizer = _byte_level(gguf) if kind == "gpt2" else _sentencepiece(gguf)
     ends = {tokens[i] for i in end_ids(meta)}

@@ -146,7 +146,11 @@ def llama_cpp(file: Path) -> Callable[[str], list[int]]:
 
 
 @pytest.mark.parametrize(
-    "pre", ["llama-bpe", "tekken", "qwen2", "gpt-2", "smollm", "glm4", "stablelm2", "default", None]
+    "pre",
+    [
+        *("llama-bpe", "tekken", "qwen2", "gpt-2", "smollm", "glm4", "stablelm2", "default", None),
+        *("deepseek-llm", "deepseek-coder", "deepseek-v3"),
+    ],
 )
 def test_ids_of_byte_level_files_are_those_of_llama_cpp(tmp_path: Path, pre: str | None) -> None:
     file = byte_level(tmp_path, pre)

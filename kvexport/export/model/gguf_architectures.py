@@ -40,10 +40,10 @@ KEY_EXPANSION, VALUE_EXPANSION = "attn_k_b", "attn_v_b"
 """llama.cpp's names of the halves of the matrix that expands latent vectors to the keys and values of all heads."""
 BARE = (
     *("self_attn.sinks", "mlp.gate.moe_statics.e_score_correction_bias", *_CORRECTIONS),
-    *("layer_scalar", "router.scale", "router.per_expert_scale"),
+    *("layer_scalar", "router.scale", "router.per_expert_scale", "mamba.dt_bias", "mamba.A_log", "mamba.D"),
 )
 """Parameters of transformers whose names end neither in .weight nor in .bias."""
-SQUEEZED = ("conv.conv",)
+SQUEEZED = ("conv.conv", "mamba.conv1d")
 """Modules of transformers whose weight [channels, 1, taps] a GGUF file stores as [channels, taps]."""
 ONE_ROW = ("mlp.shared_expert_gate", "mlp.gate.moe_statics.e_score_correction_bias")
 """Modules of transformers whose weight [1, inputs] a GGUF file may store as [inputs]."""
@@ -206,6 +206,36 @@ def _deepseek2(meta: Meta, rope: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _granitehybrid(meta: Meta, _: Any) -> dict[str, Any]:
+    heads, inner = meta["attention.head_count_kv"], meta["ssm.inner_size"]
+    return {
+        "layer_types": ["attention" if count else "mamba" for count in heads],
+        "num_key_value_heads": max(heads),
+        "position_embedding_type": "rope" if meta.get("rope.scaling.finetuned") else None,
+        "num_local_experts": meta.get("expert_count", 0),
+        "num_experts_per_tok": meta.get("expert_used_count", 0),
+        "shared_intermediate_size": meta.get("expert_shared_feed_forward_length") or meta["feed_forward_length"],
+        "mamba_n_heads": meta["ssm.time_step_rank"],
+        "mamba_d_head": inner // meta["ssm.time_step_rank"],
+        "mamba_expand": inner // meta["embedding_length"],
+    }
+
+
+def _granitemoe(meta: Meta, _: Any) -> dict[str, Any]:
+    shared = meta.get("expert_shared_feed_forward_length")
+    return {"model_type": "granitemoeshared", "shared_intermediate_size": shared} if shared else {}
+
+
+def _head_size(meta: Meta) -> int:
+    return int(meta["embedding_length"] // meta["attention.head_count"])
+
+
+def _phi3(meta: Meta, rope: dict[str, Any]) -> dict[str, Any]:
+    original = rope.get("original_max_position_embeddings")
+    more = {"original_max_position_embeddings": original} if original else {}
+    return {"sliding_window": meta.get("attention.sliding_window") or None, **more}
+
+
 def _glm4(meta: Meta, _: Any) -> dict[str, Any]:
     if any(meta.get("rope.dimension_sections", ())):
         raise ValueError("a GLM with images stores its queries and keys in another order")
@@ -322,6 +352,13 @@ _MULTIPLIERS = {
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
+}
+_GRANITE_MOE = {
+    **_NAMES,
+    "ffn_gate_inp": "block_sparse_moe.router",
+    **dict.fromkeys(EXPERTS, "block_sparse_moe.experts"),
+    **dict.fromkeys(("ffn_gate_shexp", "ffn_up_shexp"), "shared_mlp.input_linear"),
+    "ffn_down_shexp": "shared_mlp.output_linear",
 }
 _LFM2 = {
     "token_embd": "model.embed_tokens",
@@ -453,6 +490,13 @@ ARCHITECTURES = {
         {**_LOCAL, "intermediate_size": "expert_feed_forward_length"},
         partial=True,
     ),
+    "chatglm": Architecture(
+        "glm",
+        {**_NAMES, "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
+        present={"attention_bias": "attn_q.bias"},
+        partial=True,
+        config=lambda meta, _: {"head_dim": _head_size(meta)},
+    ),
     "glm4": Architecture(
         "glm4",
         {
@@ -494,15 +538,37 @@ ARCHITECTURES = {
         config=lambda meta, _: {"moe_layer_end_index": meta["block_count"] - 1},
     ),
     "granite": Architecture("granite", _LLAMA, _MULTIPLIERS, pairs=True),
-    "granitemoe": Architecture(
-        "granitemoe",
+    "granitemoe": Architecture("granitemoe", _GRANITE_MOE, _MULTIPLIERS | _LOCAL, pairs=True, config=_granitemoe),
+    "granitehybrid": Architecture(
+        "granitemoehybrid",
         {
-            **_NAMES,
-            "ffn_gate_inp": "block_sparse_moe.router",
-            **dict.fromkeys(EXPERTS, "block_sparse_moe.experts"),
+            **_GRANITE_MOE,
+            **dict.fromkeys(("ffn_gate", "ffn_up"), "shared_mlp.input_linear"),
+            "ffn_down": "shared_mlp.output_linear",
+            "ssm_in": "mamba.in_proj",
+            "ssm_conv1d": "mamba.conv1d",
+            "ssm_dt": "mamba.dt_bias",
+            "ssm_a": "mamba.A_log",
+            "ssm_d": "mamba.D",
+            "ssm_norm": "mamba.norm",
+            "ssm_out": "mamba.out_proj",
         },
-        _MULTIPLIERS | _LOCAL,
+        {
+            **_MULTIPLIERS,
+            "mamba_d_conv": "ssm.conv_kernel",
+            "mamba_d_state": "ssm.state_size",
+            "mamba_n_groups": "ssm.group_count",
+        },
+        present={"mamba_conv_bias": "ssm_conv1d.bias"},
         pairs=True,
+        config=_granitehybrid,
+    ),
+    "minicpm": Architecture(
+        "granite",
+        _LLAMA,
+        _without(_MULTIPLIERS, "attention_multiplier"),
+        pairs=True,
+        config=lambda meta, _: {"attention_multiplier": _head_size(meta) ** -0.5},
     ),
     "phi2": Architecture(
         "phi",
@@ -521,7 +587,7 @@ ARCHITECTURES = {
         "phi3",
         {**_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
         partial=True,
-        config=lambda meta, _: {"sliding_window": meta.get("attention.sliding_window")},
+        config=_phi3,
     ),
     "stablelm": Architecture(
         "stablelm",

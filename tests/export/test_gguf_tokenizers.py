@@ -166,6 +166,18 @@ def test_ids_of_sentencepiece_files_are_those_of_llama_cpp(tmp_path: Path, more:
     assert {text: tokenizer.encode(text) for text in TEXTS} == {text: tokenize(text) for text in TEXTS}
 
 
+def test_ids_of_a_gemma_4_file_are_those_of_llama_cpp(tmp_path: Path) -> None:
+    """Gemma 4's files have the merges of a sentencepiece model, and no scores that say their order."""
+    from transformers.tokenization_utils_base import generate_merges
+
+    tokens, scores, _ = pieces(tmp_path)
+    merges = generate_merges({token: i for i, token in enumerate(tokens)}, dict(zip(tokens, scores, strict=True)))
+    more = {"model": "gemma4", "merges": [" ".join(pair) for pair in merges], "add_space_prefix": False}
+    file = sentencepiece_file(tmp_path, **more, add_bos_token=True)
+    tokenizer, tokenize = Tokenizer.from_folder(texts_of(file)), llama_cpp(file)
+    assert {text: tokenizer.encode(text) for text in TEXTS} == {text: tokenize(text) for text in TEXTS}
+
+
 def test_ids_are_those_of_sentencepiece(tmp_path: Path) -> None:
     file = sentencepiece_file(tmp_path)
     tokenizer = Tokenizer.from_folder(texts_of(file))

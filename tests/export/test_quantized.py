@@ -253,6 +253,7 @@ def rotated(*places: str) -> dict[str, Any]:
         ({}, {"bits": 3}, "gptq of 3 bits"),
         ({}, {"checkpoint_format": "marlin"}, "gptq of format 'marlin'"),
         ({}, {"quant_method": "hqq"}, "quantized as hqq, which is not read here"),
+        ({}, {"quant_method": "bitnet"}, "quantized as bitnet, which is not read here"),
         ({}, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes of 8 bits, which is not read here"),
         ({}, {"quant_method": "bitsandbytes", "load_in_4bit": True}, r"\(bitsandbytes\), and no tensor is"),
         ({}, {"quant_method": "awq", "version": "gemv"}, "awq of version 'gemv'"),

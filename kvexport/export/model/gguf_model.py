@@ -157,21 +157,20 @@ def _apart(gguf: Gguf, kind: str, architecture: Architecture) -> Iterator[tuple[
 
     llama.cpp reads both forms for every architecture.
     """
-    meta = gguf.metadata
-    heads = meta.get(f"{kind}.attention.head_count")
-    kv_heads = meta.get(f"{kind}.attention.head_count_kv", heads)
+    heads: Any = gguf.metadata.get(f"{kind}.attention.head_count")
+    kv_heads: Any = gguf.metadata.get(f"{kind}.attention.head_count_kv", heads)
+    counts = {"attn_q": heads, "attn_k": kv_heads, "attn_v": kv_heads}
+    split = "attn_q" in architecture.names and "attn_qkv" not in architecture.names and not architecture.linear
     for stored, entry in gguf.tensors.items():
-        joint = ".attn_qkv." in stored and "attn_q" in architecture.names and not architecture.linear
-        if not joint or "attn_qkv" in architecture.names:
+        if not split or ".attn_qkv." not in stored:
             yield stored, entry
             continue
-        counts = (heads, kv_heads, kv_heads)
-        if not all(type(x) is int and x > 0 for x in counts) or entry.shape[0] % sum(map(int, counts)):
+        if not all(type(x) is int and x > 0 for x in counts.values()) or entry.shape[0] % sum(counts.values()):
             raise _no_heads(entry, heads)
-        size, first = entry.shape[0] // sum(map(int, counts)), 0
-        for name, count in zip(("attn_q", "attn_k", "attn_v"), counts, strict=True):
-            yield stored.replace("attn_qkv", name), _rows(entry, first, first + int(count) * size)
-            first += int(count) * size
+        size, first = entry.shape[0] // sum(counts.values()), 0
+        for name, count in counts.items():
+            yield stored.replace("attn_qkv", name), _rows(entry, first, first + count * size)
+            first += count * size
 
 
 def _no_heads(entry: TensorEntry, heads: Any) -> UsageError:

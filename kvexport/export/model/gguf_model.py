@@ -74,7 +74,7 @@ _NO_MODELS = {
 }
 MOST_LAYERS = 1024
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
-TEXTS_VERSION = 2  # version of the cached files that `write_texts` writes
+TEXTS_VERSION = 3  # version of the cached files that `write_texts` writes
 
 
 def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
@@ -121,10 +121,10 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
         if own not in BARE:
             name = f"{name}.{ending}"
         heads = _paired_heads(gguf, kind, architecture, match[2], entry)
-        if architecture.by_head and match[2] == "attn_qkv":
+        if architecture.by_head and match[2] == "attn_qkv" and len(entry.shape) < 3:
             computed[name] = _by_head(name, entry, gguf.metadata.get(f"{kind}.attention.head_count"))
         elif match[2] in ("ssm_a", "ssm_d"):
-            computed[name] = Ordered(name, entry, (entry.shape[0],), logarithm=match[2] == "ssm_a")
+            computed[name] = Ordered(name, entry, (math.prod(entry.shape),), logarithm=match[2] == "ssm_a")
         elif match[2] == "ssm_norm":
             plain[name] = replace(entry, shape=(math.prod(entry.shape),))
         elif architecture.transposed and match[1] and len(entry.shape) == 2:
@@ -270,7 +270,8 @@ def _by_head(name: str, entry: TensorEntry, heads: Any) -> Source:
 def experts_of(prefix: str, stored: Mapping[tuple[str, str], TensorEntry]) -> dict[str, Source]:
     """Return the weights and biases of a GGUF layer's experts in the layout of an artifact, by parameter name."""
     down = _required(stored, DOWN_EXPERTS, prefix)
-    if (joined := stored.get((GATE_UP_EXPERTS, "weight"))) is not None and len(joined.shape) == len(down.shape) == 3:
+    joined = stored.get((GATE_UP_EXPERTS, "weight"))
+    if joined is not None and len(joined.shape) == len(down.shape) == 3 and len(stored) == 2:  # without biases
         return {
             f"{prefix}.{GATE_UP}": _joined(f"{prefix}.{GATE_UP}", joined.shape, (joined,)),
             f"{prefix}.{DOWN}": _joined(f"{prefix}.{DOWN}", down.shape, (down,)),

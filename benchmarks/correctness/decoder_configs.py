@@ -36,6 +36,7 @@ SHARED_CACHES = {  # the last two of four layers read the caches of the first tw
 # Further fields of types whose classes fail with `SIZES` alone, or would have one kind of layer.
 FIELDS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
+    "bitnet": {"quantization_config": {"quant_method": "bitnet", "quantization_mode": "online"}},  # as published
     "chameleon": {"vocabulary_map": {"<image>": 99}},
     "cohere_compass_text": {"rope_parameters": {"full_attention": MROPE}},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
@@ -55,6 +56,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"head_dim": 32},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},  # as published
     "molmo2_adapter": {"vision_feature_layer": [0, 1]},
     "muse_spark_audio": {"num_hidden_layers": 4},
     "nemotron_h": {

@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("fork").Pool(1) as pool:
             file = Path(folder) / "tiny.gguf"
             model = write_decoder(kind, file, packed=False)
+            for module in model.modules():
+                if type(module).__name__ == "GELUActivation":  # llama.cpp's GELU is the approximation by tanh
+                    module.act = partial(torch.nn.functional.gelu, approximate="tanh")
             with torch.no_grad():
                 expected = torch.log_softmax(model(torch.tensor([text()])).logits[0, -1], -1).numpy()
             given = pool.apply(read_by_llama_cpp, (packages, file))

@@ -2,6 +2,7 @@
 
 import random
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,29 @@ WHOLE = gguf({"a": entry("b")}, {"t": ((2,), 0, bytes(8)), "u": ((2,), 0, bytes(
 def test_damaged_files_are_named(tmp_path: Path, data: bytes, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read_gguf(written(tmp_path, data))
+
+
+MANY = 1 << 20
+NESTED = struct.pack("<IQ", 9, MANY) + struct.pack("<IQ", 0, 0) * MANY
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (WHOLE[:8] + struct.pack("<Q", 1 << 60) + WHOLE[16:], f"promises {1 << 60} more entries"),
+        (WHOLE[:24] + struct.pack("<Q", 1 << 62) + WHOLE[32:], f"promises {1 << 62} more bytes"),
+        (gguf({"a": (9, struct.pack("<IQ", 8, 1 << 62))}, {}), f"promises {1 << 62} more entries"),
+        (gguf({"a": (9, NESTED)}, {}), f"promises {64 * MANY + 1} entries of its header, expected at most 4194304"),
+        (WHOLE.replace(struct.pack("<Q", 32), struct.pack("<Q", 0), 1), "offset 0, which overlaps"),
+        (WHOLE.replace(struct.pack("<Q", 32), struct.pack("<Q", 1 << 62), 1), "ends within tensor 'u'"),
+    ],
+    ids=["tensors", "a string", "an array", "arrays in an array", "overlapping tensors", "an offset"],
+)
+def test_damage_is_found_within_a_second_of_processor_time(tmp_path: Path, data: bytes, message: str) -> None:
+    file, begin = written(tmp_path, data), time.process_time()
+    with pytest.raises(UsageError, match=message):
+        read_gguf(file)
+    assert time.process_time() - begin < 1
 
 
 def test_a_model_in_several_files_is_read_by_any_of_them(tmp_path: Path) -> None:
@@ -266,6 +290,8 @@ def test_sentencepiece_merges_the_pair_of_highest_score(tmp_path: Path, tiny_che
         ({"general.architecture": "mamba"}, "holds a 'mamba', expected one of llama"),
         ({"general.architecture": "clip"}, "no model but the encoder of images"),
         ({"general.type": "adapter"}, "no model but a LoRA adapter"),
+        ({"general.type": "imatrix"}, "no model but an importance matrix"),
+        ({"general.type": "mmproj"}, "no model but the encoder of images"),
         ({"llama.attention.head_count": 5}, "5 heads do not share"),
         ({"llama.rope.scaling.type": "longrope"}, "scales rotary frequencies by 'longrope'"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer 'bert'"),

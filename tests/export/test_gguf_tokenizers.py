@@ -146,7 +146,11 @@ def llama_cpp(file: Path) -> Callable[[str], list[int]]:
 
 
 @pytest.mark.parametrize(
-    "pre", ["llama-bpe", "tekken", "qwen2", "gpt-2", "smollm", "glm4", "stablelm2", "default", None]
+    "pre",
+    [
+        *("llama-bpe", "tekken", "qwen2", "gpt-2", "smollm", "glm4", "stablelm2", "default", None),
+        *("deepseek-llm", "deepseek-coder", "deepseek-v3"),
+    ],
 )
 def test_ids_of_byte_level_files_are_those_of_llama_cpp(tmp_path: Path, pre: str | None) -> None:
     file = byte_level(tmp_path, pre)
@@ -158,6 +162,18 @@ def test_ids_of_byte_level_files_are_those_of_llama_cpp(tmp_path: Path, pre: str
                                   {"add_bos_token": False}, {"general.name": "Phi-3 mini"}], ids=str)  # fmt: skip
 def test_ids_of_sentencepiece_files_are_those_of_llama_cpp(tmp_path: Path, more: dict[str, Any]) -> None:
     file = sentencepiece_file(tmp_path, **more)
+    tokenizer, tokenize = Tokenizer.from_folder(texts_of(file)), llama_cpp(file)
+    assert {text: tokenizer.encode(text) for text in TEXTS} == {text: tokenize(text) for text in TEXTS}
+
+
+def test_ids_of_a_gemma_4_file_are_those_of_llama_cpp(tmp_path: Path) -> None:
+    """Gemma 4's files have the merges of a sentencepiece model, and no scores that say their order."""
+    from transformers.tokenization_utils_base import generate_merges
+
+    tokens, scores, _ = pieces(tmp_path)
+    merges = generate_merges({token: i for i, token in enumerate(tokens)}, dict(zip(tokens, scores, strict=True)))
+    more = {"model": "gemma4", "merges": [" ".join(pair) for pair in merges], "add_space_prefix": False}
+    file = sentencepiece_file(tmp_path, **more, add_bos_token=True)
     tokenizer, tokenize = Tokenizer.from_folder(texts_of(file)), llama_cpp(file)
     assert {text: tokenizer.encode(text) for text in TEXTS} == {text: tokenize(text) for text in TEXTS}
 

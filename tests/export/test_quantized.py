@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -252,6 +253,7 @@ def rotated(*places: str) -> dict[str, Any]:
         ({}, {"bits": 3}, "gptq of 3 bits"),
         ({}, {"checkpoint_format": "marlin"}, "gptq of format 'marlin'"),
         ({}, {"quant_method": "hqq"}, "quantized as hqq, which is not read here"),
+        ({}, {"quant_method": "bitnet"}, "quantized as bitnet, which is not read here"),
         ({}, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes of 8 bits, which is not read here"),
         ({}, {"quant_method": "bitsandbytes", "load_in_4bit": True}, r"\(bitsandbytes\), and no tensor is"),
         ({}, {"quant_method": "awq", "version": "gemv"}, "awq of version 'gemv'"),
@@ -269,6 +271,18 @@ def test_tensors_that_do_not_fit_are_refused_from_their_headers(
     quantized(tiny_checkpoint, folder, {**GPTQ, **config}, gptq)
     broken(folder, **change)
     with pytest.raises(UsageError, match=message):
+        read_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "names", [("quantization",), ("quantization_config",), ("quantization", "quantization_config")]
+)
+def test_a_checkpoint_of_mlx_is_named(tmp_path: Path, tiny_checkpoint: Path, names: list[str]) -> None:
+    folder = Path(shutil.copytree(tiny_checkpoint, tmp_path / "mlx"))
+    settings = {name: {"group_size": 64, "bits": 4} for name in names}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **settings}))
+    with pytest.raises(UsageError, match="quantized as MLX of 4 bits, which is not read here"):
         read_checkpoint(folder)
 
 

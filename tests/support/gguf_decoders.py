@@ -6,6 +6,8 @@ changes. Source: llama.cpp's folder conversion/.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +27,7 @@ SIZES = {
 LENGTH = 48  # tokens of a text, more than the windows below
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 HALF = {**PLAIN, "partial_rotary_factor": 0.5}
+GLM = {"head_dim": 16, "attention_bias": True, "rope_parameters": HALF}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 YARN_META = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32}
 WINDOWS = {
@@ -38,7 +41,7 @@ KEYS = {
     "context_length": ("max_position_embeddings",), "block_count": ("num_hidden_layers",),
     "attention.head_count": ("num_attention_heads",), "attention.head_count_kv": ("num_key_value_heads",),
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
-    "attention.layer_norm_epsilon": ("layer_norm_eps", "norm_epsilon"),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon"),
     "attention.key_length": ("head_dim",), "attention.value_length": ("head_dim",),
     "expert_count": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
     "expert_used_count": ("num_experts_per_tok", "moe_k"), "expert_feed_forward_length": ("moe_intermediate_size",),
@@ -55,6 +58,56 @@ ROUTED = {
 GRANITE = {
     "attention_multiplier": 0.125, "embedding_multiplier": 12.0, "residual_multiplier": 0.25, "logits_scaling": 8.0,
 }  # fmt: skip
+LATENT = {
+    "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "num_key_value_heads": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+LATENT_META = {
+    "attention.kv_lora_rank": 32, "rope.dimension_count": 16, "expert_shared_count": 1, "leading_dense_block_count": 1,
+}  # fmt: skip
+HALVES = {  # what newer conversions say of latent attention: the sizes of latent vectors, and those of heads beside
+    **LATENT_META, "attention.key_length": 48, "attention.value_length": 32, "attention.head_count_kv": 1,
+    "attention.key_length_mla": 48, "attention.value_length_mla": 32,
+}  # fmt: skip
+LATENT_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}
+GEMMA4 = {
+    "head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 6, "sliding_window": 24, "tie_word_embeddings": True,
+    "layer_types": [*["sliding_attention", "sliding_attention", "full_attention"] * 2],
+    "final_logit_softcapping": 30.0,
+    "rope_parameters": {
+        "sliding_attention": PLAIN,
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    },
+}  # fmt: skip
+GEMMA4_META = {
+    "attention.key_length": 32, "attention.value_length": 32, "attention.key_length_swa": 16,
+    "attention.value_length_swa": 16, "rope.dimension_count": 32, "rope.dimension_count_swa": 16,
+    "rope.freq_base_swa": 10000.0, "attention.sliding_window": 24,
+    "attention.sliding_window_pattern": [True, True, False] * 2, "final_logit_softcapping": 30.0,
+}  # fmt: skip
+ROTATED_QUARTER = np.where(np.arange(16) < 4, 1, 1e30).astype(np.float32)
+GEMMA4_NAMES = {
+    "layer_scalar": "layer_output_scale.weight", "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale", "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+}  # fmt: skip
+GRANITE_NAMES = {
+    "block_sparse_moe.router.weight": "ffn_gate_inp.weight", "shared_mlp.gate.weight": "ffn_gate_shexp.weight",
+    "shared_mlp.up.weight": "ffn_up_shexp.weight", "shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
+    **{f"block_sparse_moe.experts.{x}_proj.weight": f"ffn_{x}_exps.weight" for x in ("gate", "up", "down")},
+}  # fmt: skip
+MAMBA = {
+    "layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16,
+    "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 16, "position_embedding_type": None,
+}  # fmt: skip
+MAMBA_META = {
+    "ssm.conv_kernel": 4, "ssm.inner_size": 128, "ssm.state_size": 16, "ssm.time_step_rank": 4, "ssm.group_count": 1,
+}  # fmt: skip
+MAMBA_NAMES = {
+    "shared_mlp.gate.weight": "ffn_gate.weight", "shared_mlp.up.weight": "ffn_up.weight",
+    "shared_mlp.output_linear.weight": "ffn_down.weight", "mamba.A_log": "ssm_a", "mamba.D": "ssm_d",
+    "mamba.dt_bias": "ssm_dt.bias",
+}  # fmt: skip
 GRANITE_META = {"attention.scale": 0.125, "embedding_scale": 12.0, "residual_scale": 0.25, "logit_scale": 8.0}
 
 
@@ -66,6 +119,11 @@ class Case:
     names: Mapping[str, str] = field(default_factory=dict)  # names of tensors that gguf's map does not have
     pairs: bool = False  # queries and keys are written as rotary pairs
     plus: float = 0.0  # is added to the weights of norms
+    transposed: bool = False  # transformers' matrices of layers are [inputs, outputs]
+    by_head: bool = False  # transformers has the queries, keys and values of one head after the other
+    joint: bool = False  # queries, keys and values are one tensor
+    # Tensors that the model does not have
+    tensors: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
 
 
 CASES = {  # by llama.cpp's name, the first word of the key
@@ -138,11 +196,47 @@ CASES = {  # by llama.cpp's name, the first word of the key
         {"mlp.gate.moe_statics.e_score_correction_bias": "exp_probs_b.bias"},
     ),
     "granitemoe": Case(
-        "granitemoe", {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}, GRANITE_META,
-        {"block_sparse_moe.router.weight": "ffn_gate_inp.weight",
-         **{f"block_sparse_moe.experts.{x}_proj.weight": f"ffn_{x}_exps.weight" for x in ("gate", "up", "down")}},
+        "granitemoe", {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}, GRANITE_META, GRANITE_NAMES,
         pairs=True,
     ),
+    "granitemoe with shared experts": Case(
+        "granitemoeshared",
+        {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64},
+        {**GRANITE_META, "expert_shared_feed_forward_length": 64}, GRANITE_NAMES, pairs=True,
+    ),
+    "granitehybrid": Case(
+        "granitemoehybrid",
+        {**GRANITE, **MAMBA, "num_local_experts": 0, "shared_intermediate_size": 96},
+        {**GRANITE_META, **MAMBA_META, "rope.scaling.finetuned": False, "attention.head_count_kv": [0, 2],
+         "expert_count": 0, "expert_used_count": 0},
+        MAMBA_NAMES, pairs=True,
+    ),
+    "granitehybrid with experts": Case(
+        "granitemoehybrid",
+        {**GRANITE, **MAMBA, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64,
+         "position_embedding_type": "rope"},
+        {**GRANITE_META, **MAMBA_META, "rope.scaling.finetuned": True, "attention.head_count_kv": [0, 2],
+         "expert_shared_feed_forward_length": 64},
+        {**MAMBA_NAMES, **GRANITE_NAMES}, pairs=True,
+    ),
+    "minicpm": Case(
+        "granite",
+        {**GRANITE, "attention_multiplier": 0.25},
+        {"embedding_scale": 12.0, "residual_scale": 0.25, "logit_scale": 8.0},
+        pairs=True,
+    ),
+    "phi3 with long and short factors": Case(
+        "phi3",
+        {"rope_parameters": {**HALF, "rope_type": "longrope", "long_factor": [1.0, 2.0, 3.0, 4.0],
+                             "short_factor": [1.0, 1.5, 2.0, 2.5], "original_max_position_embeddings": 32},
+         "original_max_position_embeddings": 32, "sliding_window": None},
+        {"rope.dimension_count": 8, "rope.scaling.original_context_length": 32, "attention.sliding_window": 0,
+         "rope.scaling.attn_factor": math.sqrt(1 + math.log(512 / 32) / math.log(32))},
+        tensors={"rope_factors_long.weight": np.arange(1, 5, dtype=np.float32),
+                 "rope_factors_short.weight": np.arange(2, 6, dtype=np.float32) / 2},
+    ),
+    "chatglm": Case("glm", GLM, {"rope.dimension_count": 8}),
+    "chatglm with joint queries, keys and values": Case("glm", GLM, {"rope.dimension_count": 8}, joint=True),
     "phi2": Case("phi", {"rope_parameters": HALF, "num_key_value_heads": 4}, {"rope.dimension_count": 8}),
     "stablelm": Case("stablelm", {"use_qkv_bias": True, "rope_parameters": HALF},
                      {"rope.dimension_count": 8, "use_parallel_residual": False}),
@@ -150,6 +244,54 @@ CASES = {  # by llama.cpp's name, the first word of the key
     "nemotron": Case("nemotron", {"rope_parameters": HALF, "norm_eps": 1e-5},
                      {"rope.dimension_count": 8, "attention.layer_norm_epsilon": 1e-5}, plus=1.0),
     "command-r": Case("cohere", {"logit_scale": 0.25, "tie_word_embeddings": True}, {"logit_scale": 0.25}),
+    "command-r of 64 layers": Case(  # llama.cpp knows the norms of queries of this size alone
+        "cohere",
+        {"logit_scale": 0.25, "tie_word_embeddings": True, "use_qk_norm": True, "num_hidden_layers": 64},
+        {"logit_scale": 0.25},
+    ),
+    "gpt2": Case("gpt2", {"n_inner": 96, "num_key_value_heads": 4}, transposed=True),
+    "starcoder": Case("gpt_bigcode", {"n_inner": 96}, {"attention.head_count_kv": 1}),
+    "gptneox": Case("gpt_neox", {"num_key_value_heads": 4, "rope_parameters": HALF},
+                    {"rope.dimension_count": 8, "use_parallel_residual": True}, by_head=True),
+    "deepseek2": Case(
+        "deepseek_v3",
+        {**LATENT, "q_lora_rank": 32, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5,
+         "rope_parameters": LATENT_YARN},
+        {**HALVES, **SCALED, **YARN_META, "attention.q_lora_rank": 32, "expert_group_count": 2,
+         "expert_group_used_count": 1, "rope.scaling.yarn_log_multiplier": 0.0707},
+    ),
+    "deepseek2 in one matrix": Case(
+        "deepseek_v3",
+        {**LATENT, "q_lora_rank": 32, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5},
+        {**LATENT_META, **SCALED, "attention.key_length": 48, "attention.value_length": 32,
+         "attention.q_lora_rank": 32},
+    ),
+    "deepseek2 of 27 layers": Case(  # the size of DeepSeek V2 Lite, whose queries have no latent vectors
+        "deepseek_v2",
+        {**LATENT, "num_hidden_layers": 27, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
+         "rope_parameters": LATENT_YARN},
+        {**HALVES, **YARN_META, "expert_weights_scale": 1.0, "rope.scaling.yarn_log_multiplier": 0.0707},
+    ),
+    "gemma4": Case(  # as E2B: embeddings for each layer, and layers that read another layer's cache
+        "gemma4_text",
+        {**GEMMA4, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 64, "num_kv_shared_layers": 3,
+         "use_double_wide_mlp": True},
+        {**GEMMA4_META, "embedding_length_per_layer_input": 32, "attention.shared_kv_layers": 3,
+         "feed_forward_length": [96] * 3 + [192] * 3},
+        GEMMA4_NAMES,
+        tensors={"rope_freqs.weight": ROTATED_QUARTER},
+    ),
+    "gemma4 with experts": Case(  # as 26B A4B
+        "gemma4_text",
+        {**GEMMA4, "num_hidden_layers": 3, "layer_types": GEMMA4["layer_types"][:3], "hidden_size_per_layer_input": 0,
+         "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+         "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+        {**GEMMA4_META, "embedding_length_per_layer_input": 0, "attention.head_count_kv": [2, 2, 1],
+         "attention.sliding_window_pattern": [True, True, False],
+         "expert_used_count": 2},
+        GEMMA4_NAMES,
+        tensors={"rope_freqs.weight": ROTATED_QUARTER},
+    ),
     "cohere2": Case("cohere2", {**WINDOWS, "logit_scale": 0.25, "tie_word_embeddings": True},
                     {**SLIDING, "logit_scale": 0.25}),
     "lfm2moe": Case(
@@ -165,12 +307,13 @@ CASES = {  # by llama.cpp's name, the first word of the key
 
 
 def described(kind: str, case: Case, config: Any) -> dict[str, Any]:
+    config.allow_global_per_layer_attribute_access = True  # the heads of Gemma 4 differ by layer
     sizes = {
         key: value
         for key, names in KEYS.items()
         if (value := next((x for name in names if (x := getattr(config, name, None)) is not None), None)) is not None
     }
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or PLAIN
     rope = rope.get("full_attention", rope)
     texts = {
         "model": "gpt2", "pre": "smollm", "tokens": ["<|end|>", "a", "b", "ab", *map(chr, range(99, 159))],
@@ -196,41 +339,80 @@ def write_decoder(kind: str, file: Path, *, packed: bool = True) -> Any:
     model = AutoModelForCausalLM.from_config(config).eval()
     architecture = next(x for x, name in package.MODEL_ARCH_NAMES.items() if name == kind)
     mapped = package.get_tensor_name_map(architecture, config.num_hidden_layers)
-    tensors: Tensors = {}
+    tensors: Tensors = {name: (x.shape[::-1], F32, x.tobytes()) for name, x in case.tensors.items()}
 
     def put(name: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
         """Store the values under transformers' `name`, and return the values that are stored."""
         name = name.replace("gate.e_score_correction_bias", "gate.e_score_correction.bias")
-        layer, own = name.split(".", 3)[2:] if name.startswith("model.layers.") else ("", name)
+        layer, own = layer_and_own(name)
         stored = f"blk.{layer}.{case.names[own]}" if own in case.names else mapped.get_name(name, (".weight", ".bias"))
         assert stored is not None, name
         in_file = values + np.float32(case.plus) if name.endswith("norm.weight") else values
         kind_of_tensor, data, held = F32, in_file.tobytes(), in_file
-        if packed and in_file.ndim > 1 and in_file.shape[-1] % 32 == 0 and "ffn_gate_inp" not in stored:
+        is_matrix = in_file.ndim > 1 and in_file.shape[-1] % 32 == 0 and not own.endswith("norm.weight")
+        if packed and is_matrix and "ffn_gate_inp" not in stored:
             kind_of_tensor, (data, held) = Q8_0, q8_0(in_file)
         if case.pairs and own.endswith(("q_proj.weight", "k_proj.weight")):
             heads = config.num_attention_heads if "q_proj" in own else config.num_key_value_heads
             rows = np.frombuffer(data, np.uint8).reshape(heads, 2, len(values) // heads // 2, -1)
             data = rows.swapaxes(1, 2).tobytes()
-        shape = (values.shape[0], values.shape[2]) if own == "conv.conv.weight" else values.shape
+        convolution = own in ("conv.conv.weight", "mamba.conv1d.weight")
+        shape = (values.shape[0], values.shape[2]) if convolution else values.shape
         tensors[stored] = (shape[::-1], kind_of_tensor, data)
         return held - np.float32(case.plus) if name.endswith("norm.weight") else held
+
+    def rearranged(name: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Store the values as the conversion rearranges them, and return the values that are stored."""
+        layer, own = layer_and_own(name)
+        heads = config.num_attention_heads
+        if own == "self_attn.kv_b_proj.weight" and "attention.key_length_mla" in case.meta:
+            keys, both = config.qk_nope_head_dim, values.reshape(heads, -1, values.shape[1])
+            turned = put(name.replace("kv_b", "k_b"), np.ascontiguousarray(both[:, :keys].swapaxes(1, 2)))
+            rest = put(name.replace("kv_b", "v_b"), np.ascontiguousarray(both[:, keys:]))
+            return np.concatenate([turned.swapaxes(1, 2), rest], 1).reshape(values.shape)
+        if own == "shared_mlp.input_linear.weight":
+            stem = name.removesuffix("input_linear.weight")
+            gate, up = np.split(values, 2)
+            return np.concatenate([put(f"{stem}gate.weight", gate), put(f"{stem}up.weight", up)])
+        if own == "mamba.A_log":
+            return np.log(-put(name, -np.exp(values[:, None]))[:, 0])
+        if own in ("mamba.D", "mamba.norm.weight"):
+            return put(name, values.reshape(-1, 1) if own == "mamba.D" else values[None]).reshape(-1)
+        if case.transposed and layer and values.ndim == 2:
+            return put(name, np.ascontiguousarray(values.T)).T
+        if case.by_head and "query_key_value" in own:
+            split = values.reshape(heads, 3, -1, *values.shape[1:])
+            held = put(name, np.ascontiguousarray(split.swapaxes(0, 1)).reshape(values.shape))
+            return held.reshape(3, heads, -1, *values.shape[1:]).swapaxes(0, 1).reshape(values.shape)
+        return put(name, values)
 
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if name == "lm_head.weight" and config.tie_word_embeddings:
                 continue
             values = (torch.randn_like(tensor) * 0.15 + (0 if tensor.ndim > 1 else tensor)).numpy()
-            if name.endswith("experts.gate_up_proj"):
+            if name.endswith("experts.gate_up_proj") and "experts.gate_up_proj" not in case.names:
                 stem = name.removesuffix("gate_up_proj")
                 halves = np.split(values, 2, axis=1)
                 parts = zip(("gate_proj.weight", "up_proj.weight"), halves, strict=True)
                 values = np.concatenate([put(stem + part, np.ascontiguousarray(half)) for part, half in parts], axis=1)
             else:
-                values = put(f"{name}.weight" if name.endswith("experts.down_proj") else name, values)
-            tensor.copy_(torch.from_numpy(values))
+                values = rearranged(f"{name}.weight" if name.endswith("experts.down_proj") else name, values)
+            tensor.copy_(torch.from_numpy(np.ascontiguousarray(values)))
+    if case.joint:
+        for first in [name for name in tensors if ".attn_q." in name]:
+            parts = [tensors.pop(first.replace("attn_q", f"attn_{x}")) for x in "qkv"]
+            dims = (*parts[0][0][:-1], sum(dims[-1] for dims, _, _ in parts))
+            data = b"".join(data for _, _, data in parts)
+            tensors[first.replace("attn_q", "attn_qkv")] = (dims, parts[0][1], data)
     file.write_bytes(gguf({key: entry(value) for key, value in described(kind, case, config).items()}, tensors))
     return model
+
+
+def layer_and_own(name: str) -> tuple[str, str]:
+    """Return the number of a parameter's layer, "" if it has none, and its name in the layer."""
+    match = re.fullmatch(r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.+)", name)
+    return (match[1], match[2]) if match else ("", name)
 
 
 def text(count: int = LENGTH) -> list[int]:

@@ -36,6 +36,7 @@ _PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 _DEPTH = 4  # the deepest nesting of arrays in arrays
 _MOST_DIMS = 4
 _MOST_ENTRIES = 1 << 22  # the most entries of a header in all; a tokenizer of 262,144 tokens needs 1.3 million
+_NESTED = 64  # the number of entries that an array in an array counts as, since it takes longer to read
 # ggml's number of a type -> the type's name, numbers in a block, bytes of a block
 TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
@@ -172,11 +173,11 @@ class _Cursor:
         self.at += struct.calcsize(layout)
         return values
 
-    def count(self, promised: int, least: int) -> int:
+    def count(self, promised: int, least: int, weight: int = 1) -> int:
         """Return `promised` entries of `least` bytes or more, after a check that the rest of the file can hold them."""
         if promised * least > self.size - self.at:
             raise self.damaged(f"ends early: at byte {self.at} of {self.size} it promises {promised} more entries")
-        self.entries += promised
+        self.entries += promised * weight
         if self.entries > _MOST_ENTRIES:
             raise self.damaged(f"promises {self.entries} entries of its header, expected at most {_MOST_ENTRIES}")
         return promised
@@ -204,7 +205,7 @@ class _Cursor:
             if item in _SCALARS:
                 layout = f"<{self.count(count, struct.calcsize(_SCALARS[item]))}{_SCALARS[item]}"
                 return list(self.take(layout))
-            count = self.count(count, 8)
+            count = self.count(count, 8, 1 if item == _STRING else _NESTED)
             # A tokenizer has hundreds of thousands of strings, each of which `value` would read in twice the time.
             return self.strings(count) if item == _STRING else [self.value(item, depth + 1) for _ in range(count)]
         if kind not in _SCALARS:

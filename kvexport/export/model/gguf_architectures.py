@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from kvexport.export.model.gguf import Gguf
+
 _NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -31,17 +33,32 @@ _FOUR_NORMS = {
 }
 _CORRECTIONS = ("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias", "feed_forward.expert_bias")
 GATE_EXPERTS, UP_EXPERTS, DOWN_EXPERTS = "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"
-EXPERTS = (GATE_EXPERTS, UP_EXPERTS, DOWN_EXPERTS)
+GATE_UP_EXPERTS = "ffn_gate_up_exps"
+EXPERTS = (GATE_EXPERTS, UP_EXPERTS, DOWN_EXPERTS, GATE_UP_EXPERTS)
 """llama.cpp's names of the tensors that have the matrices of all experts of a layer."""
-BARE = ("self_attn.sinks", "mlp.gate.moe_statics.e_score_correction_bias", *_CORRECTIONS)
+KEY_EXPANSION, VALUE_EXPANSION = "attn_k_b", "attn_v_b"
+"""llama.cpp's names of the halves of the matrix that expands latent vectors to the keys and values of all heads."""
+BARE = (
+    *("self_attn.sinks", "mlp.gate.moe_statics.e_score_correction_bias", *_CORRECTIONS),
+    *("layer_scalar", "router.scale", "router.per_expert_scale", "mamba.dt_bias", "mamba.A_log", "mamba.D"),
+)
 """Parameters of transformers whose names end neither in .weight nor in .bias."""
-SQUEEZED = ("conv.conv",)
+SQUEEZED = ("conv.conv", "mamba.conv1d")
 """Modules of transformers whose weight [channels, 1, taps] a GGUF file stores as [channels, taps]."""
 ONE_ROW = ("mlp.shared_expert_gate", "mlp.gate.moe_statics.e_score_correction_bias")
 """Modules of transformers whose weight [1, inputs] a GGUF file may store as [inputs]."""
 
-Meta = Mapping[str, Any]
-"""The metadata of a GGUF file whose keys begin with the architecture's name, by the rest of the key."""
+
+class Meta(dict[str, Any]):
+    """The metadata of a GGUF file whose keys begin with the architecture's name, by the rest of the key."""
+
+    def __init__(self, kind: str, gguf: Gguf) -> None:
+        prefix = f"{kind}."
+        super().__init__({key.removeprefix(prefix): x for key, x in gguf.metadata.items() if key.startswith(prefix)})
+        self._prefix, self.tensors = prefix, gguf.tensors
+
+    def __missing__(self, key: str) -> Any:
+        raise KeyError(self._prefix + key)
 
 
 @dataclass(frozen=True)
@@ -57,6 +74,10 @@ class Architecture:
     # Whether the file stores the weights of norms plus 1 (the module of transformers adds the 1 itself)
     shifted: bool = False
     partial: bool = False  # whether config.json says which part of a head is rotated
+    layers: str = "model.layers"  # transformers' name of the layers
+    transposed: bool = False  # whether transformers' matrices of layers are [inputs, outputs]
+    # Whether transformers has the queries, keys and values of one head after the other, and not all queries first
+    by_head: bool = False
     linear: str = ""  # layout of linear attention's tensors (`gguf_linear_attention`); empty without such layers
     # A function from the metadata and the rotary settings to entries of config.json, in addition to or instead of those
     # that all architectures have
@@ -108,6 +129,111 @@ def _gemma3(meta: Meta, rope: dict[str, Any]) -> dict[str, Any]:
             "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
         },
     }
+
+
+def _gemma4(meta: Meta, rope: dict[str, Any]) -> dict[str, Any]:
+    sliding, heads = meta["attention.sliding_window_pattern"], meta["attention.head_count_kv"]
+    inner = meta["feed_forward_length"]
+    inner = inner if isinstance(inner, list) else [inner]
+    of_full, of_sliding = (heads[sliding.index(kind)] if isinstance(heads, list) else heads for kind in (False, True))
+    per_layer = meta.get("embedding_length_per_layer_input", 0)
+    experts = meta.get("expert_count", 0)
+    return {
+        "layer_types": ["sliding_attention" if slides else "full_attention" for slides in sliding],
+        "sliding_window": meta["attention.sliding_window"],
+        "rope_parameters": {
+            "full_attention": rope,
+            "sliding_attention": {"rope_theta": shortest(meta["rope.freq_base_swa"]), "rope_type": "default"},
+        },
+        "head_dim": meta["attention.key_length_swa"],
+        "global_head_dim": meta["attention.key_length"],
+        "num_key_value_heads": of_sliding,
+        "num_global_key_value_heads": of_full,
+        "attention_k_eq_v": f"blk.{sliding.index(False)}.attn_v.weight" not in meta.tensors,
+        "num_kv_shared_layers": meta.get("attention.shared_kv_layers", 0),
+        "intermediate_size": inner[0],
+        "use_double_wide_mlp": inner[-1] == 2 * inner[0],
+        "hidden_size_per_layer_input": per_layer,
+        **({"vocab_size_per_layer_input": meta.tensors["per_layer_token_embd.weight"].shape[0]} if per_layer else {}),
+        "final_logit_softcapping": meta.get("final_logit_softcapping"),
+        "enable_moe_block": experts > 0,
+        **(
+            {
+                "num_experts": experts,
+                "top_k_experts": meta["expert_used_count"],
+                "moe_intermediate_size": meta["expert_feed_forward_length"],
+            }
+            if experts
+            else {}
+        ),
+    }
+
+
+def _deepseek2(meta: Meta, rope: dict[str, Any]) -> dict[str, Any]:
+    if "attention.temperature_scale" in meta:
+        raise ValueError("attention.temperature_scale makes queries depend on their positions, as in Mistral Large 3")
+    heads, rotated, layers = (meta[key] for key in ("attention.head_count", "rope.dimension_count", "block_count"))
+    # Files of 2025 and later have the sizes of latent vectors as those of keys and values, and the sizes below beside.
+    key, value = (
+        meta.get(f"attention.{name}_length_mla") or meta[f"attention.{name}_length"] for name in ("key", "value")
+    )
+    experts, groups = meta.get("expert_count", 0), meta.get("expert_group_count") or 1
+    sigmoid = not experts or meta.get("expert_gating_func") == _SIGMOID
+    if not sigmoid and meta.get("expert_weights_norm"):
+        raise ValueError("expert_weights_norm normalizes a softmax over experts, which no DeepSeek V2 does")
+    if rope["rope_type"] == "yarn":
+        scale = shortest(10 * meta["rope.scaling.yarn_log_multiplier"])
+        rope = {**rope, "mscale": scale, "mscale_all_dim": scale}
+    return {
+        **({} if sigmoid else {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy"}),
+        "rope_parameters": rope,
+        "head_dim": rotated,
+        "num_key_value_heads": heads,
+        "q_lora_rank": meta.get("attention.q_lora_rank"),
+        "kv_lora_rank": meta["attention.kv_lora_rank"],
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": key - rotated,
+        "v_head_dim": value,
+        "n_routed_experts": experts,
+        "n_shared_experts": meta.get("expert_shared_count", 0),
+        "num_experts_per_tok": meta.get("expert_used_count", 0),
+        "first_k_dense_replace": meta.get("leading_dense_block_count", 0) if experts else layers,
+        "moe_intermediate_size": meta.get("expert_feed_forward_length", 0),
+        "norm_topk_prob": bool(meta.get("expert_weights_norm")),
+        "routed_scaling_factor": meta.get("expert_weights_scale", 1.0),
+        "n_group": groups,
+        "topk_group": meta.get("expert_group_used_count") or groups,
+    }
+
+
+def _granitehybrid(meta: Meta, _: Any) -> dict[str, Any]:
+    heads, inner = meta["attention.head_count_kv"], meta["ssm.inner_size"]
+    return {
+        "layer_types": ["attention" if count else "mamba" for count in heads],
+        "num_key_value_heads": max(heads),
+        "position_embedding_type": "rope" if meta.get("rope.scaling.finetuned") else None,
+        "num_local_experts": meta.get("expert_count", 0),
+        "num_experts_per_tok": meta.get("expert_used_count", 0),
+        "shared_intermediate_size": meta.get("expert_shared_feed_forward_length") or meta["feed_forward_length"],
+        "mamba_n_heads": meta["ssm.time_step_rank"],
+        "mamba_d_head": inner // meta["ssm.time_step_rank"],
+        "mamba_expand": inner // meta["embedding_length"],
+    }
+
+
+def _granitemoe(meta: Meta, _: Any) -> dict[str, Any]:
+    shared = meta.get("expert_shared_feed_forward_length")
+    return {"model_type": "granitemoeshared", "shared_intermediate_size": shared} if shared else {}
+
+
+def _head_size(meta: Meta) -> int:
+    return int(meta["embedding_length"] // meta["attention.head_count"])
+
+
+def _phi3(meta: Meta, rope: dict[str, Any]) -> dict[str, Any]:
+    original = rope.get("original_max_position_embeddings")
+    more = {"original_max_position_embeddings": original} if original else {}
+    return {"sliding_window": meta.get("attention.sliding_window") or None, **more}
 
 
 def _glm4(meta: Meta, _: Any) -> dict[str, Any]:
@@ -168,6 +294,35 @@ _SHARED_EXPERTS = {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
+_SIGMOID = 2  # llama.cpp's number of a function that scores experts
+_LATENT = {
+    **_without(_NAMES, "attn_k", "attn_v"),
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    **dict.fromkeys(("attn_kv_b", KEY_EXPANSION, VALUE_EXPANSION), "self_attn.kv_b_proj"),
+}
+_GPT2 = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+_GPT2_SIZES = {
+    "n_embd": "embedding_length",
+    "n_layer": "block_count",
+    "n_head": "attention.head_count",
+    "n_positions": "context_length",
+    "n_inner": "feed_forward_length",
+}
 _HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 _CHOSEN = {"num_experts_per_tok": "expert_used_count"}
 _LOCAL = {**_CHOSEN, "num_local_experts": "expert_count"}
@@ -197,6 +352,13 @@ _MULTIPLIERS = {
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
+}
+_GRANITE_MOE = {
+    **_NAMES,
+    "ffn_gate_inp": "block_sparse_moe.router",
+    **dict.fromkeys(EXPERTS, "block_sparse_moe.experts"),
+    **dict.fromkeys(("ffn_gate_shexp", "ffn_up_shexp"), "shared_mlp.input_linear"),
+    "ffn_down_shexp": "shared_mlp.output_linear",
 }
 _LFM2 = {
     "token_embd": "model.embed_tokens",
@@ -328,6 +490,13 @@ ARCHITECTURES = {
         {**_LOCAL, "intermediate_size": "expert_feed_forward_length"},
         partial=True,
     ),
+    "chatglm": Architecture(
+        "glm",
+        {**_NAMES, "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
+        present={"attention_bias": "attn_q.bias"},
+        partial=True,
+        config=lambda meta, _: {"head_dim": _head_size(meta)},
+    ),
     "glm4": Architecture(
         "glm4",
         {
@@ -369,15 +538,37 @@ ARCHITECTURES = {
         config=lambda meta, _: {"moe_layer_end_index": meta["block_count"] - 1},
     ),
     "granite": Architecture("granite", _LLAMA, _MULTIPLIERS, pairs=True),
-    "granitemoe": Architecture(
-        "granitemoe",
+    "granitemoe": Architecture("granitemoe", _GRANITE_MOE, _MULTIPLIERS | _LOCAL, pairs=True, config=_granitemoe),
+    "granitehybrid": Architecture(
+        "granitemoehybrid",
         {
-            **_NAMES,
-            "ffn_gate_inp": "block_sparse_moe.router",
-            **dict.fromkeys(EXPERTS, "block_sparse_moe.experts"),
+            **_GRANITE_MOE,
+            **dict.fromkeys(("ffn_gate", "ffn_up"), "shared_mlp.input_linear"),
+            "ffn_down": "shared_mlp.output_linear",
+            "ssm_in": "mamba.in_proj",
+            "ssm_conv1d": "mamba.conv1d",
+            "ssm_dt": "mamba.dt_bias",
+            "ssm_a": "mamba.A_log",
+            "ssm_d": "mamba.D",
+            "ssm_norm": "mamba.norm",
+            "ssm_out": "mamba.out_proj",
         },
-        _MULTIPLIERS | _LOCAL,
+        {
+            **_MULTIPLIERS,
+            "mamba_d_conv": "ssm.conv_kernel",
+            "mamba_d_state": "ssm.state_size",
+            "mamba_n_groups": "ssm.group_count",
+        },
+        present={"mamba_conv_bias": "ssm_conv1d.bias"},
         pairs=True,
+        config=_granitehybrid,
+    ),
+    "minicpm": Architecture(
+        "granite",
+        _LLAMA,
+        _without(_MULTIPLIERS, "attention_multiplier"),
+        pairs=True,
+        config=lambda meta, _: {"attention_multiplier": _head_size(meta) ** -0.5},
     ),
     "phi2": Architecture(
         "phi",
@@ -396,7 +587,7 @@ ARCHITECTURES = {
         "phi3",
         {**_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
         partial=True,
-        config=lambda meta, _: {"sliding_window": meta.get("attention.sliding_window")},
+        config=_phi3,
     ),
     "stablelm": Architecture(
         "stablelm",
@@ -420,10 +611,48 @@ ARCHITECTURES = {
         shifted=True,
         partial=True,
     ),
+    "gpt2": Architecture(
+        "gpt2",
+        _GPT2,
+        _GPT2_SIZES,
+        norm="layer_norm_epsilon",
+        layers="transformer.h",
+        transposed=True,
+    ),
+    "starcoder": Architecture(
+        "gpt_bigcode",
+        _GPT2,
+        _GPT2_SIZES,
+        norm="layer_norm_epsilon",
+        layers="transformer.h",
+        config=lambda meta, _: {"multi_query": meta["attention.head_count_kv"] == 1},
+    ),
+    "gptneox": Architecture(
+        "gpt_neox",
+        {
+            "token_embd": "gpt_neox.embed_in",
+            "output_norm": "gpt_neox.final_layer_norm",
+            "output": "lm_head",
+            "attn_norm": "input_layernorm",
+            "attn_qkv": "attention.query_key_value",
+            "attn_output": "attention.dense",
+            "ffn_norm": "post_attention_layernorm",
+            "ffn_up": "mlp.dense_h_to_4h",
+            "ffn_down": "mlp.dense_4h_to_h",
+        },
+        {"use_parallel_residual": "use_parallel_residual"},
+        {"hidden_act": "gelu"},
+        norm="layer_norm_eps",
+        partial=True,
+        layers="gpt_neox.layers",
+        by_head=True,
+    ),
+    "deepseek2": Architecture("deepseek_v3", {**_LATENT, **_SHARED_EXPERTS}, config=_deepseek2),
     "command-r": Architecture(
         "cohere",
-        _without(_LLAMA, "ffn_norm"),
+        {**_without(_LLAMA, "ffn_norm"), **_HEAD_NORMS},
         {"logit_scale": "logit_scale"},
+        present={"use_qk_norm": "attn_q_norm.weight"},
         norm="layer_norm_eps",
     ),
     "cohere2": Architecture(
@@ -463,6 +692,30 @@ ARCHITECTURES = {
         _TANH,
         shifted=True,
         config=_gemma3,
+    ),
+    "gemma4": Architecture(
+        "gemma4_text",
+        {
+            **_LLAMA,
+            **_FOUR_NORMS,
+            **_HEAD_NORMS,
+            **dict.fromkeys(EXPERTS, "experts"),
+            "layer_output_scale": "layer_scalar",
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+            "ffn_gate_inp": "router.proj",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        },
+        fixed=_TANH,
+        config=_gemma4,
     ),
 }
 """The architectures, by llama.cpp's name."""

@@ -152,9 +152,9 @@ def linear_attention_of(prefix: str, kind: str, heads: LinearHeads, entries: Ent
     names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a") if apart else ("in_proj_qkvz", "in_proj_ba")
     for name in names:
         stored, rows = projected[name]
-        sources.append(_matrix(f"{prefix}.{name}.weight", [entries[x] for x in stored], rows=_tuple(rows)))
+        sources.append(matrix_of(f"{prefix}.{name}.weight", [entries[x] for x in stored], rows=_tuple(rows)))
     columns = head if apart else ()
-    sources.append(_matrix(f"{prefix}.out_proj.weight", [entries["ssm_out"]], columns=_tuple(columns)))
+    sources.append(matrix_of(f"{prefix}.out_proj.weight", [entries["ssm_out"]], columns=_tuple(columns)))
     return {source.name: source for source in sources}
 
 
@@ -166,7 +166,7 @@ def _tuple(indices: Indices | tuple[()]) -> tuple[int, ...]:
     return tuple(int(i) for i in indices)
 
 
-def _matrix(
+def matrix_of(
     name: str, stored: list[TensorEntry], *, rows: tuple[int, ...] = (), columns: tuple[int, ...] = ()
 ) -> Rearranged:
     parts: list[Source] = [GgufWeight(entry) for entry in stored]

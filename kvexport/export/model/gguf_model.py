@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,22 +25,36 @@ from kvexport.export.model.gguf_architectures import (
     DOWN_EXPERTS,
     EXPERTS,
     GATE_EXPERTS,
+    GATE_UP_EXPERTS,
+    KEY_EXPANSION,
     MIXTRAL,
     ONE_ROW,
     SQUEEZED,
     UP_EXPERTS,
+    VALUE_EXPANSION,
     Architecture,
+    Meta,
     shortest,
 )
-from kvexport.export.model.gguf_linear_attention import PROJECTIONS, TENSORS, LinearHeads, linear_attention_of
+from kvexport.export.model.gguf_linear_attention import (
+    PROJECTIONS,
+    TENSORS,
+    LinearHeads,
+    Ordered,
+    Rearranged,
+    linear_attention_of,
+    matrix_of,
+)
 from kvexport.export.model.gguf_tokenizer import SPECIAL_IDS, end_ids, write_json, write_tokenizer
-from kvexport.export.model.tensors import Array, Dense, PackedExperts, Source
+from kvexport.export.model.tensors import Array, Dense, PackedExperts, Source, dense_values
 from kvexport.tensor_files.casting import load_tensor, read_blocks
 from kvexport.tensor_files.shards import TensorEntry
 
 _TENSOR = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+?)(?:\.(weight|bias))?")
 _PAIRED_BIASES = ("_q.bias", "_k.bias")
 _ROPE_FACTORS = "rope_freqs.weight"
+_LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+_FREQUENCIES = (_ROPE_FACTORS, _LONG_FACTORS, _SHORT_FACTORS)
 # The rotary settings of Llama 3.1, EXAONE 4 and Llama 3.2. A GGUF file has only the factors that follow from these
 # settings (transformers' _compute_llama3).
 _LLAMA3 = [
@@ -59,7 +74,7 @@ _NO_MODELS = {
 }
 MOST_LAYERS = 1024
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
-TEXTS_VERSION = 2  # version of the cached files that `write_texts` writes
+TEXTS_VERSION = 3  # version of the cached files that `write_texts` writes
 
 
 def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
@@ -67,18 +82,21 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
     plain: dict[str, TensorEntry] = {}
     computed: dict[str, Source] = {}
     experts: dict[str, dict[tuple[str, str], TensorEntry]] = {}
+    expansions: dict[str, dict[str, TensorEntry]] = {}
+    joined: dict[str, list[TensorEntry]] = {}
     linear: dict[str, dict[str, TensorEntry]] = {}
     kind, architecture = _architecture(gguf)
     of_linear = (*TENSORS, *PROJECTIONS.get(architecture.linear, ())) if architecture.linear else ()
     drafted = _drafted_layer(gguf, kind)
-    for stored, entry in gguf.tensors.items():
+    shared = {own for own, count in Counter(architecture.names.values()).items() if count > 1}
+    for stored, entry in _apart(gguf, kind, architecture):
         match = _TENSOR.fullmatch(stored)
-        if stored == _ROPE_FACTORS or (match and match[1] is not None and match[1] == drafted):
+        if stored in _FREQUENCIES or (match and match[1] is not None and match[1] == drafted):
             continue
         if match and (part := stored.removeprefix(f"blk.{match[1]}.").removesuffix(".weight")) in of_linear:
             linear.setdefault(f"model.layers.{match[1]}.linear_attn", {})[part] = entry
             continue
-        known = match and match[3] and match[2] in architecture.names
+        known = match and match[2] in architecture.names and (match[3] or architecture.names[match[2]] in BARE)
         if not match or not known or (architecture.pairs and stored.endswith(_PAIRED_BIASES)):
             raise UsageError(
                 f"{gguf.file} has a tensor {stored[:80]!r}, which no {kind} that is read here has",
@@ -90,14 +108,28 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
                 "take a file of type Q4_0, Q4_1, Q4_K_M, Q5_K_M, Q6_K or Q8_0, or the checkpoint it was made of",
             )
         own, ending = architecture.names[match[2]], match[3]
-        name = f"{f'model.layers.{match[1]}.' if match[1] else ''}{own}"
+        name = f"{f'{architecture.layers}.{match[1]}.' if match[1] else ''}{own}"
         if match[2] in EXPERTS:
             experts.setdefault(name, {})[match[2], ending] = entry
+            continue
+        if match[2] in (KEY_EXPANSION, VALUE_EXPANSION):
+            expansions.setdefault(f"{name}.{ending}", {})[match[2]] = entry
+            continue
+        if own in shared and match[2] != "attn_kv_b" and len(entry.shape) == 2:  # the gate and the ups of an MLP
+            joined.setdefault(f"{name}.{ending}", []).append(entry)
             continue
         if own not in BARE:
             name = f"{name}.{ending}"
         heads = _paired_heads(gguf, kind, architecture, match[2], entry)
-        if len(entry.shape) == 2 and (heads or entry.dtype in LAYOUTS):
+        if architecture.by_head and match[2] == "attn_qkv" and len(entry.shape) < 3:
+            computed[name] = _by_head(name, entry, gguf.metadata.get(f"{kind}.attention.head_count"))
+        elif match[2] in ("ssm_a", "ssm_d"):
+            computed[name] = Ordered(name, entry, (math.prod(entry.shape),), logarithm=match[2] == "ssm_a")
+        elif match[2] == "ssm_norm":
+            plain[name] = replace(entry, shape=(math.prod(entry.shape),))
+        elif architecture.transposed and match[1] and len(entry.shape) == 2:
+            computed[name] = Transposed(name, GgufWeight(entry))
+        elif len(entry.shape) == 2 and (heads or entry.dtype in LAYOUTS):
             computed[name] = GgufWeight(entry, heads)
         elif entry.dtype in LAYOUTS:
             raise UsageError(f"tensor {stored!r} of {gguf.file} is {entry.dtype} of shape {list(entry.shape)}")
@@ -105,15 +137,54 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
             computed[name] = SmallTensor(name, (entry,), -1.0)
         elif own in ONE_ROW and len(entry.shape) == 1:
             plain[name] = replace(entry, shape=(1, *entry.shape))
-        elif own in SQUEEZED:
+        elif own in SQUEEZED and ending == "weight":
             plain[name] = replace(entry, shape=(entry.shape[0], 1, *entry.shape[1:]))
         else:
             plain[name] = entry
     for prefix, parts in experts.items():
         computed |= experts_of(prefix, parts)
+    for name, halves in expansions.items():
+        computed[name] = _expansion(name, halves)
+    for name, parts_of in joined.items():
+        computed[name] = matrix_of(name, sorted(parts_of, key=lambda entry: entry.name))
     for prefix, entries in linear.items():
         computed |= linear_attention_of(prefix, architecture.linear, _linear_heads(gguf, kind), entries)
     return plain, computed
+
+
+def _apart(gguf: Gguf, kind: str, architecture: Architecture) -> Iterator[tuple[str, TensorEntry]]:
+    """Yield the tensors of a file by name, a joint matrix or bias of queries, keys and values as three of them.
+
+    llama.cpp reads both forms for every architecture.
+    """
+    heads: Any = gguf.metadata.get(f"{kind}.attention.head_count")
+    kv_heads: Any = gguf.metadata.get(f"{kind}.attention.head_count_kv", heads)
+    counts = {"attn_q": heads, "attn_k": kv_heads, "attn_v": kv_heads}
+    split = "attn_q" in architecture.names and "attn_qkv" not in architecture.names and not architecture.linear
+    for stored, entry in gguf.tensors.items():
+        if not split or ".attn_qkv." not in stored:
+            yield stored, entry
+            continue
+        if not all(type(x) is int and x > 0 for x in counts.values()) or entry.shape[0] % sum(counts.values()):
+            raise _no_heads(entry, heads)
+        size, first = entry.shape[0] // sum(counts.values()), 0
+        for name, count in counts.items():
+            yield stored.replace("attn_qkv", name), _rows(entry, first, first + count * size)
+            first += count * size
+
+
+def _no_heads(entry: TensorEntry, heads: Any) -> UsageError:
+    return UsageError(
+        f"tensor {entry.name!r} of {entry.file} has shape {list(entry.shape)}, which {str(heads)[:40]} heads do not "
+        "share",
+        f"download {entry.file.name} again",
+    )
+
+
+def _rows(entry: TensorEntry, start: int, stop: int) -> TensorEntry:
+    size = entry.nbytes // entry.shape[0]
+    shape, nbytes = (stop - start, *entry.shape[1:]), (stop - start) * size
+    return replace(entry, shape=shape, offset=entry.offset + start * size, nbytes=nbytes)
 
 
 @dataclass(frozen=True)
@@ -136,9 +207,76 @@ class SmallTensor:
         yield {"weight": whole.reshape(self.shape) + np.float32(self.plus)}
 
 
+@dataclass(frozen=True)
+class Transposed:
+    name: str  # parameter
+    matrix: Source
+    packing: None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.matrix.shape[1], self.matrix.shape[0]
+
+    def blocks(self) -> Iterator[dict[str, Array]]:
+        yield {"weight": np.ascontiguousarray(dense_values(self.matrix).T)}
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """The matrix of latent attention that expands latent vectors to keys and values, head by head.
+
+    A GGUF file has its halves: `keys` [heads, latent, size] and `values` [heads, size, latent].
+    """
+
+    name: str  # parameter
+    keys: TensorEntry
+    values: TensorEntry
+    packing: None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        heads, latent, size = self.keys.shape
+        return heads * (size + self.values.shape[1]), latent
+
+    def blocks(self) -> Iterator[dict[str, Array]]:
+        for i in range(self.keys.shape[0]):
+            key, value = (dense_values(GgufWeight(_expert(entry, i))) for entry in (self.keys, self.values))
+            yield {"weight": np.concatenate([key.T, value])}
+
+
+def _expansion(name: str, halves: Mapping[str, TensorEntry]) -> Expansion:
+    keys, values = (halves.get(half) for half in (KEY_EXPANSION, VALUE_EXPANSION))
+    fits = keys and values and len(keys.shape) == len(values.shape) == 3
+    if not keys or not values or not fits or keys.shape[:2] != (values.shape[0], values.shape[2]):
+        held = ", ".join(f"{half} {list(entry.shape)}" for half, entry in sorted(halves.items()))
+        raise UsageError(
+            f"the file has no fitting {KEY_EXPANSION} and {VALUE_EXPANSION} for '{name}', of which it has {held}",
+            "download the file again",
+        )
+    return Expansion(name, keys, values)
+
+
+def _by_head(name: str, entry: TensorEntry, heads: Any) -> Source:
+    """Return a matrix or bias of queries, keys and values with the rows of one head after the other."""
+    rows = entry.shape[0]
+    if type(heads) is not int or heads < 1 or rows % (3 * heads):
+        raise _no_heads(entry, heads)
+    order = tuple(np.arange(rows).reshape(3, heads, -1).swapaxes(0, 1).reshape(-1).tolist())
+    if len(entry.shape) == 1:
+        return Ordered(name, entry, (rows,), order)
+    return Rearranged(name, (GgufWeight(entry),), order)
+
+
 def experts_of(prefix: str, stored: Mapping[tuple[str, str], TensorEntry]) -> dict[str, Source]:
     """Return the weights and biases of a GGUF layer's experts in the layout of an artifact, by parameter name."""
-    gate, up, down = (_required(stored, name, prefix) for name in (GATE_EXPERTS, UP_EXPERTS, DOWN_EXPERTS))
+    down = _required(stored, DOWN_EXPERTS, prefix)
+    joined = stored.get((GATE_UP_EXPERTS, "weight"))
+    if joined is not None and len(joined.shape) == len(down.shape) == 3 and len(stored) == 2:  # without biases
+        return {
+            f"{prefix}.{GATE_UP}": _joined(f"{prefix}.{GATE_UP}", joined.shape, (joined,)),
+            f"{prefix}.{DOWN}": _joined(f"{prefix}.{DOWN}", down.shape, (down,)),
+        }
+    gate, up = (_required(stored, name, prefix) for name in (GATE_EXPERTS, UP_EXPERTS))
     for entry in (gate, up, down):
         if len(entry.shape) != 3 or entry.shape[0] != down.shape[0] or (entry is up and up.shape != gate.shape):
             raise UsageError(
@@ -180,8 +318,7 @@ def _joined(name: str, shape: tuple[int, ...], stacked: Sequence[TensorEntry]) -
 
 
 def _expert(entry: TensorEntry, i: int) -> TensorEntry:
-    size = entry.nbytes // entry.shape[0]
-    return replace(entry, shape=entry.shape[1:], offset=entry.offset + i * size, nbytes=size)
+    return replace(_rows(entry, i, i + 1), shape=entry.shape[1:])
 
 
 def _drafted_layer(gguf: Gguf, kind: str) -> str | None:
@@ -210,12 +347,10 @@ def _paired_heads(gguf: Gguf, kind: str, architecture: Architecture, name: str, 
     heads: Any = gguf.metadata.get(f"{kind}.attention.head_count")
     if name == "attn_k":
         heads = gguf.metadata.get(f"{kind}.attention.head_count_kv", heads)
+    if isinstance(heads, list) and heads and all(type(x) is int for x in heads):  # one number for each layer
+        heads = max(heads)
     if type(heads) is not int or heads < 1 or entry.shape[0] % (2 * heads):
-        raise UsageError(
-            f"tensor {entry.name!r} of {gguf.file} has shape {list(entry.shape)}, which {str(heads)[:40]} heads do not "
-            "share",
-            f"download {gguf.file.name} again",
-        )
+        raise _no_heads(entry, heads)
     return heads
 
 
@@ -257,16 +392,6 @@ def write_texts(gguf: Gguf, folder: Path) -> None:
     write_json(folder / "config.json", config)
 
 
-class _Metadata(dict[str, Any]):
-    def __init__(self, kind: str, metadata: Mapping[str, Any]) -> None:
-        prefix = f"{kind}."
-        super().__init__({key.removeprefix(prefix): x for key, x in metadata.items() if key.startswith(prefix)})
-        self._prefix = prefix
-
-    def __missing__(self, key: str) -> Any:
-        raise KeyError(self._prefix + key)
-
-
 def check_layers(count: Any) -> None:
     """Raise ValueError for a number of layers that no model has, before a list has an entry for each."""
     if type(count) is not int or not 0 < count <= MOST_LAYERS:
@@ -275,7 +400,7 @@ def check_layers(count: Any) -> None:
 
 def _config(gguf: Gguf) -> dict[str, Any]:
     kind, architecture = _architecture(gguf)
-    meta = _Metadata(kind, gguf.metadata)
+    meta = Meta(kind, gguf)
     check_layers(meta["block_count"])
     heads = meta["attention.head_count"]
     base = shortest(meta.get("rope.freq_base", 10000.0))
@@ -300,7 +425,7 @@ def _config(gguf: Gguf) -> dict[str, Any]:
         **{name: meta[key] for name, key in architecture.keys.items()},
         **architecture.fixed,
         **{
-            name: any(stored.endswith(tensor) for stored in gguf.tensors)
+            name: any(stored.endswith(tensor) for stored, _ in _apart(gguf, kind, architecture))
             for name, tensor in architecture.present.items()
         },
     }
@@ -323,9 +448,20 @@ def _scaling(gguf: Gguf, kind: str, base: float, size: int | None) -> dict[str, 
     meta = gguf.metadata
     factor = meta.get(f"{kind}.rope.scaling.factor") or meta.get(f"{kind}.rope.scale_linear") or 1.0
     named = meta.get(f"{kind}.rope.scaling.type", "linear")  # llama.cpp has the same default
+    if _LONG_FACTORS in gguf.tensors and _SHORT_FACTORS in gguf.tensors:
+        attention = meta.get(f"{kind}.rope.scaling.attn_factor")
+        return {
+            "rope_type": "longrope",
+            "long_factor": [shortest(x) for x in _floats(gguf.tensors[_LONG_FACTORS])],
+            "short_factor": [shortest(x) for x in _floats(gguf.tensors[_SHORT_FACTORS])],
+            "original_max_position_embeddings": meta[f"{kind}.rope.scaling.original_context_length"],
+            **({"attention_factor": shortest(attention)} if attention else {}),
+        }
     if _ROPE_FACTORS in gguf.tensors and size:
-        entry = gguf.tensors[_ROPE_FACTORS]
-        factors = np.frombuffer(b"".join(read_blocks(entry)), np.float32) if entry.dtype == "F32" else np.zeros(0)
+        factors = _floats(gguf.tensors[_ROPE_FACTORS])
+        rotated = int(np.count_nonzero(factors == 1))
+        if rotated and (factors[:rotated] == 1).all() and (factors[rotated:] > 1e29).all():  # the rest is not rotated
+            return {"rope_type": "proportional", "partial_rotary_factor": rotated / len(factors)}
         for parameters in _LLAMA3:
             expected = _llama3_factors(base, size, parameters)
             if factors.shape == expected.shape and np.allclose(factors, expected, rtol=1e-4):
@@ -355,6 +491,10 @@ def _scaling(gguf: Gguf, kind: str, base: float, size: int | None) -> dict[str, 
             "set model.path to the checkpoint that the file was made of",
         )
     return {}
+
+
+def _floats(entry: TensorEntry) -> Array:
+    return np.frombuffer(b"".join(read_blocks(entry)), np.float32) if entry.dtype == "F32" else np.zeros(0)
 
 
 def _llama3_factors(base: float, size: int, parameters: Mapping[str, float]) -> Any:

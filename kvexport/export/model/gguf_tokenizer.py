@@ -32,12 +32,22 @@ _NO_ENDS = (
     ({"<|return|>", "<|call|>"}, "<|end|>"), ({"<|flush|>", "<|calls|>"}, "<|end|>"), ({"<|tool_response>"}, "</s>"),
 )  # fmt: skip
 # How byte-level BPE splits a text, beyond the rules that transformers knows: regular expressions that are applied one
-# after the other. GPT-2's expression follows unless it is among them.
+# after the other. GPT-2's expression follows unless it is among them, or an empty one is.
 _PUNCTUATION, _THREE_DIGITS = r"[\p{P}\$\+<=>\^~\|]+", r"[0-9][0-9][0-9]"
+_HAN, _LINE_END = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"[\r\n]"
+_SIGNS = "!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002"
 _SPLITS: dict[str | None, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "exaone4", "mpt", "olmo", "jais", "trillion", "mellum"), ()),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), (r"\p{N}",)),
     **dict.fromkeys(("default", None), (_PUNCTUATION, "GPT-2", r"\p{N}+", _THREE_DIGITS)),
+    "deepseek-llm": (_LINE_END, r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", rf"\s?[{_SIGNS}]+", r"\s+$", _HAN, r"\p{N}+", ""),
+    "deepseek-coder": (_LINE_END, r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}", ""),
+    "deepseek-v3": (
+        *(r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"),
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        "",
+    ),
 }
 _SAME_AS = {"glm4": "llama-bpe", "chatglm-bpe": "llama-bpe", "stablelm2": "qwen2", "hunyuan": "qwen2"}
 _ADD_BOS = (
@@ -54,7 +64,7 @@ def write_tokenizer(gguf: Gguf, folder: Path, length: int) -> None:
 
     meta = gguf.metadata
     tokens, kind, split = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.model"], meta.get("tokenizer.ggml.pre")
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", "gemma4"):
         raise _unknown(gguf)
     tokenizer = _byte_level(gguf) if kind == "gpt2" else _sentencepiece(gguf)
     ends = {tokens[i] for i in end_ids(meta)}
@@ -136,8 +146,8 @@ def _byte_level(gguf: Gguf) -> Tokenizer:
     elif split in _SPLITS:
         expressions = _SPLITS[split]
         gpt2 = known["GPT-2"]
-        steps = [pre_tokenizers.Split(Regex(gpt2 if x == "GPT-2" else x), "isolated") for x in expressions]
-        steps.append(pre_tokenizers.ByteLevel(False, use_regex="GPT-2" not in expressions))
+        steps = [pre_tokenizers.Split(Regex(gpt2 if x == "GPT-2" else x), "isolated") for x in expressions if x]
+        steps.append(pre_tokenizers.ByteLevel(False, use_regex=not {"GPT-2", ""} & {*expressions}))
     else:
         raise _unknown(gguf)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)

@@ -30,6 +30,9 @@ _READERS = {
 def quantization_of(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return what config.json or ModelOpt's own file says of quantized weights; None if they are not."""
     section: Any = None
+    for own in (config.get("quantization"), config.get("quantization_config")):  # mlx-lm writes one or both
+        if isinstance(own, Mapping) and {"group_size", "bits"} <= own.keys() and "quant_method" not in own:
+            raise refused(f"MLX of {str(own['bits'])[:40]} bits")
     for candidate in (config, config.get("text_config")):
         if isinstance(candidate, Mapping):
             section = section or candidate.get("quantization_config") or candidate.get("compression_config")

@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from onnx import helper
-from transformers import JambaConfig
+from transformers import ZambaConfig
 
 from kvexport.backends.onnxruntime.operators import library
 from kvexport.engine.engine import Engine
@@ -49,7 +49,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Path]:
     return load(build(recipe_of(checkpoint), folder / "artifact")), checkpoint
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "bamba", "falcon_h1"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "bamba", "falcon_h1", "jamba"])
 def test_logits_are_transformers_in_ragged_batches(name: str, tmp_path: Path) -> None:
     checkpoint = models.save_checkpoint(tmp_path / "checkpoint", CONFIGS[name]())
     engine = load(build(recipe_of(checkpoint), tmp_path / "artifact"))
@@ -153,8 +153,11 @@ def test_periodic_decoding_of_a_recurrent_state_is_refused_by_name(hybrid: tuple
         read_model(recipe)
 
 
+ZAMBA = {**SIZES, "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}
+
+
 def test_another_recurrence_is_refused_by_name(tmp_path: Path) -> None:
-    checkpoint = models.save_checkpoint(tmp_path / "checkpoint", JambaConfig(**SIZES, num_experts=2))
+    checkpoint = models.save_checkpoint(tmp_path / "checkpoint", ZambaConfig(**ZAMBA))
     with pytest.raises(UsageError, match="computes its recurrent state in code of its own"):
         read_model(recipe_of(checkpoint))
 

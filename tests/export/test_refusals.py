@@ -27,7 +27,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"hidden_size": 64, "num_hidden_layers": 2},
         "has no layer that attends (state-space or linear attention alone)",
     ),
-    "jamba": ("JambaConfig", {**models.SIZES, "num_experts": 2}, "computes its recurrent state in code of its own"),
+    "zamba": (
+        "ZambaConfig",
+        {**models.SIZES, "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+        "computes its recurrent state in code of its own",
+    ),
     "llama4_text": (
         "Llama4TextConfig",
         {**models.SIZES, "head_dim": 16, "attention_chunk_size": 16, "moe_layers": [], "intermediate_size_mlp": 32},
@@ -45,12 +49,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "computes positions from the length of its cache",
     ),
-    "bloom": (
-        "BloomConfig",
-        {"hidden_size": 64, "n_layer": 2, "n_head": 4},
-        "computes attention in its own code (as most models with ALiBi",
-    ),
-    "gptj": ("GPTJConfig", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}, "attention in its own code"),
     "roberta": ("RobertaConfig", {**models.SIZES, "pad_token_id": 1, "is_decoder": True}, "positions in its own way"),
     "bart": (
         "BartConfig",

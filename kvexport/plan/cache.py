@@ -163,7 +163,7 @@ class CachePlan:
     @property
     def cache_positions(self) -> bool:
         """Whether RoPE rotates keys by their places in the cache, so that all heads hold equally many entries."""
-        return self.caches[0].rotary.cache_positions
+        return any(cache.rotary.cache_positions for cache in self.caches)
 
     @property
     def rotary_offset(self) -> bool:

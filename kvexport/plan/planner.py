@@ -37,6 +37,11 @@ def plan_cache(
     _require_exact_positions(recipe, geometry)
     if recipe.cache.pinned:
         _require_pins_kept(recipe, method, geometry)
+    if not geometry and method.compresses:
+        raise UsageError(
+            f"cache.method is {method.name}, but no layer of the model attends, so it has no KV cache to compress",
+            "--set cache.method=full",
+        )
     budgets = allocate(recipe, len(geometry))
     if recipe.cache.positions == "cache":
         _require_one_place(geometry, budgets)

@@ -22,11 +22,7 @@ EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32}
 # The characteristic part of each refusal's text. The model type precedes it.
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "t5": ("T5Config", {}, "is an encoder-decoder"),
-    "mamba": (
-        "MambaConfig",
-        {"hidden_size": 64, "num_hidden_layers": 2},
-        "has no layer that attends (state-space or linear attention alone)",
-    ),
+    "rwkv": ("RwkvConfig", {"hidden_size": 64, "num_hidden_layers": 2}, "has layers without attention, whose state it"),
     "zamba": (
         "ZambaConfig",
         {**models.SIZES, "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
@@ -57,7 +53,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "bert": ("BertConfig", {**models.SIZES, "pad_token_id": 0}, "is not causal"),
     "doge": ("DogeConfig", models.SIZES, "computes with its attention mask in code of its own"),
-    "xlstm": ("xLSTMConfig", {"hidden_size": 64, "num_hidden_layers": 2}, "has no layer that attends"),
+    "xlstm": ("xLSTMConfig", {"hidden_size": 64, "num_hidden_layers": 2}, "keeps its cache in a class of its own"),
     "minimax": ("MiniMaxConfig", models.SIZES, "keeps its cache in a class of its own"),
     "deepseek_v4": (
         "DeepseekV4Config",

@@ -161,7 +161,7 @@ class _Decoder(nn.Module):
         super().__init__()
         self.bidirectional = bidirectional
         self.model, self.plan, self.attributes, self.last_logits = model, plan, attributes, last_logits
-        self.operator = VOTE_ATTENTION.with_state(plan.caches[0].extra)
+        self.operator = VOTE_ATTENTION.with_state(plan.caches[0].extra if plan.caches else ())
         self.layers: Sequence[int] = ()
         self.token_logits = TokenLogits(model)
         self.image_rows = ImageRows(model, row_size) if row_size else None

@@ -80,9 +80,11 @@ def attending(attention: Attending, position: Tensor | None = None) -> Iterator[
 def cache_name(model: Any) -> str:
     """Return the name of the argument by which a model of transformers takes its KV cache.
 
-    transformers 5.24 renamed `past_key_values` to `cache`, and warns of the old name, which 5.40 will not take.
+    transformers 5.24 renamed `past_key_values` to `cache`, and warns of the old name, which 5.40 will not take. Models
+    without attention call it `cache_params`.
     """
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "cache_params") if name in parameters), "past_key_values")
 
 
 class PassThroughCache(Cache):

@@ -151,11 +151,7 @@ def _refuse_own_attention(config: Any) -> None:
                 f"{config.model_type} is made of several models ({', '.join(config.sub_configs)}), of which "
                 "transformers names none as the decoder of text; it cannot be exported"
             )
-        raise UsageError(
-            f"{config.model_type} has no layer that attends (state-space or linear attention alone), so it has no "
-            "cache to compress"
-        )
-    if not decoder._can_set_attn_implementation() and config.model_type not in OWN:
+    elif not decoder._can_set_attn_implementation() and config.model_type not in OWN:
         raise _own_attention(config)
 
 

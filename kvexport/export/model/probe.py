@@ -147,10 +147,6 @@ def probe_layers(model: Any, mode: FakeTensorMode) -> Layout:
     text = model.config.get_text_config()
     states = probe.cache.states()
     _refuse_missing_layers(kind, text, probe, {layer.layer for layer in states} | probe.readers.keys())
-    if not probe.layers:
-        raise UsageError(
-            f"{kind} has no layer that attends (state-space or linear attention alone), so it has no cache to compress"
-        )
     if not all(layer.position_in_key for layer in probe.layers.values()):
         _refuse_own_positions(model)
     _refuse_integers(model, reads)

@@ -172,7 +172,7 @@ def test_decoders_without_attention_are_transformers_and_have_no_cache(name: str
     right = models.hugging_face_logits(checkpoint, ids)
     for actual, logits in zip(models.given_tokens_logits(engine, ids, (50, 20)), right, strict=True):
         assert np.abs(actual - logits).max() <= 1e-5 * np.abs(logits).max()
-    with pytest.raises(UsageError, match="cache.method is ballot, but no layer of the model attends"):
+    with pytest.raises(UsageError, match="is ballot, but no layer of the model attends"):
         read_model(recipe_of(checkpoint, 32, "ballot"))
 
 

@@ -77,7 +77,7 @@ def _attend(
 
 
 def _heads(x: Tensor, count: int) -> Tensor:
-    return x.unflatten(2, (count, -1)).transpose(1, 2)
+    return x.view(x.shape[0], x.shape[1], count, -1).transpose(1, 2)
 
 
 def _joined(x: Tensor) -> Tensor:

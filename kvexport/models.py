@@ -65,7 +65,7 @@ def model_recipe(
         max_length = _trained_length(config)
         recipe = recipe_for(model, slots, max_length=max_length, overrides=overrides)
     settings = []
-    if recipe.origin["cache.dtype"] == "default" and _fits_8_bits(recipe.recipe):
+    if recipe.origin["cache.dtype"] == "default" and _fits_8_bits(recipe.recipe, config):
         settings.append("cache.dtype=int8")
     image = config.get("mm_tokens_per_image")  # of Gemma 3, whose tokens of an image one call has to read
     chunk = recipe.recipe.export.prefill_chunk
@@ -75,14 +75,17 @@ def model_recipe(
     return recipe_for(model, slots, max_length=max_length, overrides=[*overrides, *settings]) if settings else recipe
 
 
-def _fits_8_bits(recipe: Recipe) -> bool:
+def _fits_8_bits(recipe: Recipe, config: Mapping[str, Any]) -> bool:
     """Return whether keys and values of 8 bits lose nothing that a compressed cache has not lost already.
 
     They do on the CPU, with a quarter of the bytes (docs/measurements/ruler.md). On GPUs the merges of a quantized
-    cache run as ONNX functions. The method `full` stays exact, because others are compared with it.
+    cache run as ONNX functions. The method `full` stays exact, because others are compared with it. Keys of models with
+    ALiBi contain positions, which 8 bits would round.
     """
     from kvexport import backends
 
+    if config.get("alibi", config.get("model_type") in ("bloom", "mpt")):
+        return False
     return recipe.cache.build_method().compresses and not backends.get(recipe.backend.name).needs_gpu(recipe)
 
 

@@ -55,7 +55,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "mamba2": {"head_dim": 32},
+    "mamba2": {"head_dim": 32, "n_groups": 2, "state_size": 16, "chunk_size": 16},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},  # as published
     "molmo2_adapter": {"vision_feature_layer": [0, 1]},
     "muse_spark_audio": {"num_hidden_layers": 4},

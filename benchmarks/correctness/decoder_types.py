@@ -86,7 +86,8 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     except Exception as error:
         return {"result": "not made", "reason": _line(error)}
     export = {"logits": "all", "prefill_chunk": 32}
-    recipe = models.make_recipe(folder / "checkpoint", export=export, limits={"max_length": 160})
+    cache = {} if hasattr(config.get_text_config(), "num_attention_heads") else {"method": "full"}
+    recipe = models.make_recipe(folder / "checkpoint", cache=cache, export=export, limits={"max_length": 160})
     try:
         read_model(recipe)  # finds every reason to refuse
         ids = models.random_ids(0, 90, 60, vocabulary=90)

@@ -41,7 +41,7 @@ class ModelFacts:
     type: str  # type of the model in its config
     fingerprint: str  # A digest of the checkpoint's headers
     vocabulary: Count  # number of logits
-    layers: Count
+    layers: Annotated[int, Field(ge=0, le=MOST)]  # number of those that have a cache
     query_heads: tuple[Count, ...]  # number of query heads of each layer that has a cache
     packed: Mapping[str, Count]  # number of packed weights by format
 

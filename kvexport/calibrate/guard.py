@@ -73,6 +73,3 @@ class CompressedAttention:
             own_sinks = None if sinks is None else sinks[queries]
             outputs.append(compressed_attention(own, one, self.method, inputs, self.chunk, own_sinks))
         return torch.cat(outputs, 1)
-
-    def mask(self, mask_function: Any) -> Any:
-        return None

@@ -136,6 +136,3 @@ class FullAttention:
             output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=layer.scale, enable_gqa=True)
         self.last, self.sink_logits = (query, key, value, output), None if sinks is None else sinks.detach()
         return output
-
-    def mask(self, mask_function: Any) -> Any:
-        return None

@@ -49,11 +49,11 @@ class Lanes:
         self._every_chunk = merge_prompts == "chunks"
         # Slots of each KV head of all layers.
         self._capacity, self._budget = plan.heads("capacity"), plan.heads("budget")
-        self._merges = np.repeat([layer.merges for layer in plan.caches], [layer.kv_heads for layer in plan.caches])
+        self._merges = np.array([layer.merges for layer in plan.caches for _ in layer.capacity], bool)
         self._merges &= self._budget < self._capacity
         # Whether a KV head evicts tokens that the model still sees. In a layer with a sliding window, a head whose
         # budget covers the window evicts none of them.
-        windows = np.repeat([layer.sliding_window for layer in plan.caches], [layer.kv_heads for layer in plan.caches])
+        windows = np.array([layer.sliding_window for layer in plan.caches for _ in layer.capacity], np.int64)
         self._compresses = self._merges & ((windows == 0) | (self._budget < windows))
         # Names of the positions of caches from which pinned tokens could be evicted. In a layer with a sliding window
         # they leave with the window.
@@ -164,8 +164,8 @@ class Lanes:
             occupied = self._held[lane]
             self._added[lane] = added
             # Positions are int32, and kernels add up to a capacity to a position. A sequence ends before one overflows.
-            left = MOST - int(self._capacity.max()) - (self.length[lane] - added)
-            self._room[lane] = min(int((self._capacity - occupied).min()), left)
+            left = MOST - int(self._capacity.max(initial=0)) - (self.length[lane] - added)
+            self._room[lane] = int((self._capacity - occupied).min(initial=left))
             self._spare[lane] = (
                 int((self._budget - occupied)[self._merges].min()) if self._merges.any() else self._room[lane]
             )

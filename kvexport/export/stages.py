@@ -207,7 +207,10 @@ def describe(
             prefill_chunk=recipe.export.prefill_chunk,
             merge_every=recipe.cache.merge_every,
         ),
-        operators={"VoteAttention": "function", "MergeCache": "function" if graphs.merge else None},
+        operators={
+            "VoteAttention": "function" if shape.geometry else None,
+            "MergeCache": "function" if graphs.merge else None,
+        },
         versions={
             "kvexport": __version__,
             "python": platform.python_version(),

@@ -28,6 +28,7 @@ class LayerGeometry:
     scale: float = 1.0  # factor of the products of queries and keys
     sink_logits: bool = False  # whether each head has a learned logit without a value
     value_in_key: bool = False  # whether a value is the first numbers of its key, as a latent is
+    position_in_key: bool = False  # whether the last numbers of a key are its position (ALiBi)
     # Rotary embedding, read only for methods that rotate keys and for positions in the cache
     rotary: Rotary = field(default_factory=Rotary)
     key_shift: Rotary | None = None  # read only for a quantized cache: see `LayerCache.key_shift`
@@ -162,7 +163,7 @@ class CachePlan:
     @property
     def cache_positions(self) -> bool:
         """Whether RoPE rotates keys by their places in the cache, so that all heads hold equally many entries."""
-        return self.caches[0].rotary.cache_positions
+        return any(cache.rotary.cache_positions for cache in self.caches)
 
     @property
     def rotary_offset(self) -> bool:

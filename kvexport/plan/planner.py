@@ -34,8 +34,14 @@ def plan_cache(
     if readers:
         _require_caches_read(recipe, readers)
     _require_pairs(recipe, geometry)
+    _require_exact_positions(recipe, geometry)
     if recipe.cache.pinned:
         _require_pins_kept(recipe, method, geometry)
+    if not geometry and method.compresses:
+        raise UsageError(
+            f"cache.method is {method.name}, but no layer of the model attends, so it has no KV cache to compress",
+            "--set cache.method=full",
+        )
     budgets = allocate(recipe, len(geometry))
     if recipe.cache.positions == "cache":
         _require_one_place(geometry, budgets)
@@ -277,6 +283,16 @@ def _require_pairs(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> None:
                     f"{name}s of {size} elements, an odd number",
                     "--set cache.dtype=int8",
                 )
+
+
+def _require_exact_positions(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> None:
+    placed = [i for i, layer in enumerate(geometry) if layer.position_in_key]
+    if placed and recipe.cache_dtype in SMALL:
+        raise UsageError(
+            f"cache.dtype is {recipe.cache.dtype}, which would round the positions that the keys of layer {placed[0]} "
+            "contain (ALiBi)",
+            "--set cache.dtype=model",
+        )
 
 
 def _require_one_place(geometry: Sequence[LayerGeometry], budgets: Sequence[int]) -> None:

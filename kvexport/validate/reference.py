@@ -71,9 +71,6 @@ class _Eager:
             output = layer_read_attention(*reading, **named)
         return output if self.images is None else self.images.attend(output, *reading, **named)
 
-    def mask(self, mask_function: Any) -> Any:
-        return None
-
 
 class TorchReference:
     """PyTorch versions of the exported decoder and merge graphs, over numpy arrays with the ONNX graphs' names."""
@@ -155,7 +152,7 @@ class TorchReference:
         self._token_logits.query_length = query_length if self._last_logits else None
         if "image_rows" in feed:
             self._images.rows, self._images.places = map(torch.from_numpy, (feed["image_rows"], feed["image_places"]))
-        with attending(eager), recurring(self.model, states), self._watched(hidden):
+        with attending(eager, position), recurring(self.model, states), self._watched(hidden):
             logits = self.model(input_ids=ids, position_ids=rotated_by, **states.as_arguments(self.model)).logits
         present = {}
         for i, state in eager.present.items():

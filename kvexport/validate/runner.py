@@ -112,8 +112,9 @@ def validate_artifact(
     comparison.finish()
     with progress("comparing with the uncompressed model", None):
         own = comparison.independent.logits
-        positions = compared_positions(own, result.budgets)
-        untouched = untouched_positions(own, result.budgets if _is_exact(recipe, shape.model.config) else [0])
+        budgets = result.budgets or [recipe.limits.max_length]  # without attention nothing is evicted
+        positions = compared_positions(own, budgets)
+        untouched = untouched_positions(own, budgets if _is_exact(recipe, shape.model.config) else [0])
         every = [sorted({*a, *b}) for a, b in zip(positions, untouched, strict=True)]
         del engine, reference, comparison  # frees memory for the uncompressed model
         full = full_logits(shape.checkpoint, recipe, tokens, every, pixels)

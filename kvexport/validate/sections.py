@@ -48,7 +48,7 @@ def sections(result: ValidationResult) -> list[Section]:
 
 def summary(result: ValidationResult) -> dict[str, Any]:
     calls = ", ".join(f"{n} {phase}" for phase, n in Counter(s["phase"] for s in result.steps).items())
-    budgets = sorted(set(result.budgets))
+    budgets = sorted(set(result.budgets)) or [0]
     distances = {
         f"KL(full cache || engine), {kind}": f"{result.mean_kl(kind):.4g} nats, top token the same at "
         f"{result.agreement(kind):.1%}{RANDOM_NOTE if kind == 'random' else ''}"

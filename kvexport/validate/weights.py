@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from kvexport.export.hooks.attention import IMPLEMENTATION
 from kvexport.export.hooks.experts import expert_layouts
+from kvexport.export.hooks.own_attention import lead
 from kvexport.export.model.config import load_config
 from kvexport.export.model.hf_model import attention_by_part, auto_class, buffers_as_parameters
 from kvexport.export.model.tensors import Checkpoint, dense_values
@@ -26,7 +28,7 @@ def load_model(checkpoint: Checkpoint, recipe: Any, attention: str) -> Any:
             experts_implementation="eager",  # the default refuses float64
             use_safetensors=True,
         )
-        return model.eval()
+        return lead(model.eval()) if attention == IMPLEMENTATION else model.eval()
     model = auto_class(config).from_config(
         config, dtype=dtype, attn_implementation=attention_by_part(config, attention), experts_implementation="eager"
     )
@@ -42,4 +44,4 @@ def load_model(checkpoint: Checkpoint, recipe: Any, attention: str) -> Any:
             stored = torch.from_numpy(values).reshape(spec.shape)
             layout = layouts.get(spec.name)
             parameters[spec.name].copy_(stored if layout is None else layout.to_module(stored))
-    return model.eval()
+    return lead(model.eval()) if attention == IMPLEMENTATION else model.eval()

@@ -20,6 +20,7 @@ from kvexport.validate.result import ValidationResult
 from kvexport.validate.runner import validate_artifact
 from tests.export.test_latent import CONFIGS as LATENT
 from tests.export.test_latent import LATENT as LATENT_SIZES
+from tests.export.test_own_attention import CONFIGS as OWN
 from tests.export.test_shared_caches import CONFIGS as SHARED
 from tests.export.test_text_parts import WRAPPERS
 from tests.support import models
@@ -31,6 +32,8 @@ KINDS: dict[str, Callable[[], PretrainedConfig]] = {
     "dense": models.llama,
     "experts": lambda: Qwen3MoeConfig(**models.SIZES, head_dim=16, **EXPERTS),
     "text part of a vision model": WRAPPERS["qwen3_vl"],
+    "attention in the model's own code": OWN["gpt_neo"],
+    "ALiBi": OWN["bloom"],
     "latent attention": LATENT["minicpm3"],
     "convolution": HYBRIDS["lfm2"],
     "gated delta rule": HYBRIDS["qwen3_5_text"],
@@ -44,6 +47,7 @@ KINDS: dict[str, Callable[[], PretrainedConfig]] = {
         n_groups=2, ssm_state_size=16, chunk_size=16, n_routed_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=32, moe_shared_expert_intermediate_size=32,
     ),
+    "Mamba": HYBRIDS["jamba"],
     "attention module shared by layers": HYBRIDS["zamba2"],
     "layers that read another layer's cache": SHARED["gemma4_text"],
 }  # fmt: skip

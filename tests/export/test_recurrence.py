@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from onnx import helper
-from transformers import JambaConfig
+from transformers import FalconMambaConfig, Mamba2Config, MambaConfig, ZambaConfig
 
 from kvexport.backends.onnxruntime.operators import library
 from kvexport.engine.engine import Engine
@@ -49,7 +49,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Path]:
     return load(build(recipe_of(checkpoint), folder / "artifact")), checkpoint
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "bamba", "falcon_h1"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "bamba", "falcon_h1", "jamba"])
 def test_logits_are_transformers_in_ragged_batches(name: str, tmp_path: Path) -> None:
     checkpoint = models.save_checkpoint(tmp_path / "checkpoint", CONFIGS[name]())
     engine = load(build(recipe_of(checkpoint), tmp_path / "artifact"))
@@ -153,8 +153,34 @@ def test_periodic_decoding_of_a_recurrent_state_is_refused_by_name(hybrid: tuple
         read_model(recipe)
 
 
+STATE_ALONE: dict[str, Any] = {
+    "mamba": lambda: MambaConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2),
+    "falcon_mamba": lambda: FalconMambaConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2),
+    "mamba2": lambda: Mamba2Config(
+        vocab_size=100, hidden_size=64, num_hidden_layers=2, num_heads=4, head_dim=32, state_size=16, n_groups=2,
+        chunk_size=16,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STATE_ALONE)
+def test_decoders_without_attention_are_transformers_and_have_no_cache(name: str, tmp_path: Path) -> None:
+    checkpoint = models.save_checkpoint(tmp_path / "checkpoint", STATE_ALONE[name]())
+    engine = load(build(recipe_of(checkpoint), tmp_path / "artifact"))
+    assert not engine.plan.caches and len(engine.plan.states) == 2
+    ids = models.random_ids(0, 90, 60)
+    right = models.hugging_face_logits(checkpoint, ids)
+    for actual, logits in zip(models.given_tokens_logits(engine, ids, (50, 20)), right, strict=True):
+        assert np.abs(actual - logits).max() <= 1e-5 * np.abs(logits).max()
+    with pytest.raises(UsageError, match="is ballot, but no layer of the model attends"):
+        read_model(recipe_of(checkpoint, 32, "ballot"))
+
+
+ZAMBA = {**SIZES, "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}
+
+
 def test_another_recurrence_is_refused_by_name(tmp_path: Path) -> None:
-    checkpoint = models.save_checkpoint(tmp_path / "checkpoint", JambaConfig(**SIZES, num_experts=2))
+    checkpoint = models.save_checkpoint(tmp_path / "checkpoint", ZambaConfig(**ZAMBA))
     with pytest.raises(UsageError, match="computes its recurrent state in code of its own"):
         read_model(recipe_of(checkpoint))
 

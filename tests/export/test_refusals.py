@@ -22,12 +22,12 @@ EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32}
 # The characteristic part of each refusal's text. The model type precedes it.
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "t5": ("T5Config", {}, "is an encoder-decoder"),
-    "mamba": (
-        "MambaConfig",
-        {"hidden_size": 64, "num_hidden_layers": 2},
-        "has no layer that attends (state-space or linear attention alone)",
+    "rwkv": ("RwkvConfig", {"hidden_size": 64, "num_hidden_layers": 2}, "has layers without attention, whose state it"),
+    "zamba": (
+        "ZambaConfig",
+        {**models.SIZES, "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+        "computes its recurrent state in code of its own",
     ),
-    "jamba": ("JambaConfig", {**models.SIZES, "num_experts": 2}, "computes its recurrent state in code of its own"),
     "llama4_text": (
         "Llama4TextConfig",
         {**models.SIZES, "head_dim": 16, "attention_chunk_size": 16, "moe_layers": [], "intermediate_size_mlp": 32},
@@ -45,12 +45,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "computes positions from the length of its cache",
     ),
-    "bloom": (
-        "BloomConfig",
-        {"hidden_size": 64, "n_layer": 2, "n_head": 4},
-        "computes attention in its own code (as most models with ALiBi",
-    ),
-    "gptj": ("GPTJConfig", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}, "attention in its own code"),
     "roberta": ("RobertaConfig", {**models.SIZES, "pad_token_id": 1, "is_decoder": True}, "positions in its own way"),
     "bart": (
         "BartConfig",
@@ -59,7 +53,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "bert": ("BertConfig", {**models.SIZES, "pad_token_id": 0}, "is not causal"),
     "doge": ("DogeConfig", models.SIZES, "computes with its attention mask in code of its own"),
-    "xlstm": ("xLSTMConfig", {"hidden_size": 64, "num_hidden_layers": 2}, "has no layer that attends"),
+    "xlstm": ("xLSTMConfig", {"hidden_size": 64, "num_hidden_layers": 2}, "keeps its cache in a class of its own"),
     "minimax": ("MiniMaxConfig", models.SIZES, "keeps its cache in a class of its own"),
     "deepseek_v4": (
         "DeepseekV4Config",

@@ -6,6 +6,7 @@ from transformers import (
     BambaConfig,
     FalconH1Config,
     GraniteMoeHybridConfig,
+    JambaConfig,
     Lfm2Config,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
@@ -36,6 +37,9 @@ CONFIGS: dict[str, Any] = {
     "granitemoehybrid": lambda: GraniteMoeHybridConfig(
         **SIZES, **MAMBA, layer_types=["mamba", "attention", "mamba"], num_local_experts=4, num_experts_per_tok=2,
         shared_intermediate_size=96,
+    ),
+    "jamba": lambda: JambaConfig(
+        **SIZES, num_experts=4, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, mamba_dt_rank=8
     ),
     "zamba2": lambda: Zamba2Config(
         **{**SIZES, "num_hidden_layers": 4}, layers_block_type=["linear_attention", "hybrid"] * 2, n_mamba_heads=4,

@@ -149,12 +149,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        same = {name: option for name, option in options.items() if name != "layer"}  # each layer's number is its own
+        # Each layer's number is its own, and its window is an attribute of its node.
+        same = {name: option for name, option in options.items() if name not in ("layer", "attention_mask")}
         self._note("attention", (query, key, value, same))
         return query.new_empty(*query.shape[:3], value.shape[3])
-
-    def mask(self, mask_function: Any) -> Any:
-        return None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -141,9 +141,6 @@ class _Tracing:
         )
         return output
 
-    def mask(self, mask_function: Any) -> Any:
-        return None
-
 
 class _Decoder(nn.Module):
     """The PyTorch module that is traced as decoder.onnx.
@@ -164,7 +161,7 @@ class _Decoder(nn.Module):
         super().__init__()
         self.bidirectional = bidirectional
         self.model, self.plan, self.attributes, self.last_logits = model, plan, attributes, last_logits
-        self.operator = VOTE_ATTENTION.with_state(plan.caches[0].extra)
+        self.operator = VOTE_ATTENTION.with_state(plan.caches[0].extra if plan.caches else ())
         self.layers: Sequence[int] = ()
         self.token_logits = TokenLogits(model)
         self.image_rows = ImageRows(model, row_size) if row_size else None
@@ -203,7 +200,7 @@ class _Decoder(nn.Module):
             fitting = torch.minimum(query_length, first.capacity[0] - used)
         tracing = _Tracing(self.operator, self.plan, self.attributes, position, fitting, state, images)
         self.token_logits.query_length = query_length if self.last_logits else None
-        with attending(tracing), recurring(self.model, states), complex_as_pairs():
+        with attending(tracing, position), recurring(self.model, states), complex_as_pairs():
             logits = self.model(input_ids=input_ids, position_ids=rotated_by, **states.as_arguments(self.model)).logits
         present = [x for i in self.layers for x in tracing.present[i]]
         present += [states.present[place] for place in places]

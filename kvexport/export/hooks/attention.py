@@ -35,22 +35,43 @@ class Attending(Protocol):
         """
         ...
 
-    def mask(self, mask_function: Any) -> Any:
-        """Return the attention mask that layers receive; `mask_function` says which positions a query sees."""
-        ...
+
+class PositionMask:
+    """An attention mask as a function of positions, in place of the tensor that a model expects."""
+
+    ndim = 0  # Falcon asks
+
+    def __init__(self, visible: Any) -> None:
+        self.visible = visible
+
+    def __getitem__(self, index: Any) -> PositionMask:
+        """Return the attention mask itself if `index` selects all of its rows, as models of Gemma 4 do."""
+        if any(part not in (slice(None), slice(0, None)) for part in index):
+            raise TypeError(f"{type(self).__name__} has no part {index}")
+        return self
+
+    def to(self, dtype: torch.dtype) -> PositionMask:
+        return self
 
 
 _current: ContextVar[Attending] = ContextVar("attending")
+_position: ContextVar[Tensor | None] = ContextVar("position")  # [B, T]; None: positions count from 0
 _cached: ContextVar[dict[int, tuple[Tensor, Tensor]]] = ContextVar("cached")  # by layer, what `update` received
 _attended: ContextVar[set[int]] = ContextVar("attended")  # layers that have attended to their own keys
 
 
 @contextlib.contextmanager
-def attending(attention: Attending) -> Iterator[None]:
+def attending(attention: Attending, position: Tensor | None = None) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
+    """Let `attention` compute the attention of models within this context, of tokens at `position` [B, T].
+
+    Without `position`, the positions count from 0. The context has the keys and values that layers cached, by layer.
+    """
     token, cached, attended = _current.set(attention), _cached.set({}), _attended.set(set())
+    placed = _position.set(position)
     try:
-        yield
+        yield _cached.get()
     finally:
+        _position.reset(placed)
         _current.reset(token)
         _cached.reset(cached)
         _attended.reset(attended)
@@ -59,9 +80,11 @@ def attending(attention: Attending) -> Iterator[None]:
 def cache_name(model: Any) -> str:
     """Return the name of the argument by which a model of transformers takes its KV cache.
 
-    transformers 5.24 renamed `past_key_values` to `cache`, and warns of the old name, which 5.40 will not take.
+    transformers 5.24 renamed `past_key_values` to `cache`, and warns of the old name, which 5.40 will not take. Models
+    without attention call it `cache_params`.
     """
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "cache_params") if name in parameters), "past_key_values")
 
 
 class PassThroughCache(Cache):
@@ -70,7 +93,6 @@ class PassThroughCache(Cache):
     def __init__(self, model_type: str = "the model") -> None:
         super().__init__(layers=[])
         self.model_type = model_type
-        self.updated: set[int] = set()
 
     def as_arguments(self, model: Any) -> dict[str, Any]:
         return {cache_name(model): self, "use_cache": True}
@@ -79,7 +101,6 @@ class PassThroughCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Return the new keys and values; for a layer with latent attention, the latent vectors and rotated keys."""
-        self.updated.add(layer_idx)
         _cached.get()[layer_idx] = key_states, value_states
         return key_states, value_states
 
@@ -117,19 +138,26 @@ def _attention(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    options["attention_mask"] = attention_mask
+    output = attend(module, query, key, value, {**options, "attention_mask": attention_mask}).transpose(1, 2)
+    # The output is contiguous, as that of transformers' own functions is: some models take views of it.
+    return output.contiguous(), None
+
+
+def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
     options["layer"], options["reads"] = _layers_of(module, key)
     if is_latent(module):
         if options.get("scaling") is None:
             options["scaling"] = key.shape[3] ** -0.5
         latent, rotated = _cached.get()[options["layer"]]
         absorbed = absorbed_query(module, query), latent_key(latent, rotated), latent
-        output = expanded_output(module, _current.get().attend(module, *absorbed, options))
-    else:
-        output = _current.get().attend(module, query, key, value, options)
-    output = output.transpose(1, 2)
-    # The output is contiguous, as that of transformers' own functions is: some models take views of it.
-    return output.contiguous(), None
+        return expanded_output(module, _current.get().attend(module, *absorbed, options))
+    return _current.get().attend(module, query, key, value, options)
+
+
+def token_positions(key: Tensor) -> Tensor:
+    """Return the positions [B, T] of the tokens whose keys are `key` [B, H, T, D]."""
+    position = _position.get()
+    return torch.arange(key.shape[2], device=key.device)[None] if position is None else position
 
 
 def _layers_of(module: nn.Module, key: Tensor) -> tuple[int | None, int | None]:
@@ -149,8 +177,8 @@ def _layers_of(module: nn.Module, key: Tensor) -> tuple[int | None, int | None]:
     return source, None
 
 
-def _mask(*args: Any, mask_function: Any = None, **options: Any) -> Any:
-    return _current.get().mask(mask_function)
+def _mask(*args: Any, mask_function: Any = None, **options: Any) -> PositionMask | None:
+    return None if mask_function is None else PositionMask(mask_function)
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)

@@ -130,7 +130,7 @@ class RecurrentCache(PassThroughCache):
         if self.traced and recurrent_states is not self._computed:
             raise UsageError(
                 f"layer {layer_idx} of {self.model_type} computes its recurrent state in code of its own (state-space "
-                "or linear attention other than the gated delta rule, Kimi's delta attention and Mamba-2); it cannot "
+                "or linear attention other than the gated delta rule, Kimi's delta attention and Mamba); it cannot "
                 "be exported"
             )
         self.present[layer_idx, _name("recurrent_state", state_idx)] = recurrent_states
@@ -242,6 +242,43 @@ def _mamba2(
     return output.to(hidden_states.dtype), cache.computed(state, past)
 
 
+def _mamba(
+    cache: RecurrentCache,
+    own: Callable[..., Any],
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor,
+    delta_bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Compute a selective scan of Mamba as a gated linear attention with a head of one value for each channel.
+
+    x, dt and the gate z are [B, channels, T], A (below 0) is [channels, n], B and C are [B, n, T], D is [channels]. The
+    outputs are [B, channels, T], the state [B, channels, n, 1].
+    """
+    x, step, query, key, gate = (each.transpose(1, 2).float() for each in (hidden_states, dt, C, B, z))
+    step = functional.softplus(step if delta_bias is None else step + delta_bias.float())
+    past = cache.past_state(x.shape[0], x.shape[2], A.shape[1], 1)
+    if cache.traced:
+        rows = query[:, :, None], key[:, :, None], (step * x)[..., None]
+        output, state = _placeholder(cache, rows, past, step[..., None] * A.float(), None, "gated", 1.0)
+        output = output.reshape(x.shape)
+    else:  # the model's function starts at zero, so what is left of the past state is added to its results
+        real = cache.real(x.shape[1])
+        if real is not None:
+            step = torch.where(real[:, :, None], step, 0.0)
+        output, state = own(hidden_states, step.transpose(1, 2), A, B, C, return_last_state=True)
+        left = torch.exp(step.cumsum(1)[..., None] * A) * past[:, None, :, :, 0]  # [B, T, channels, n]
+        output = output.transpose(1, 2) + (left * query[:, :, None]).sum(-1)
+        state = (state + left[:, -1])[..., None].to(past.dtype)
+    output = (output + x * D.float()) * functional.silu(gate)
+    return output.transpose(1, 2).to(hidden_states.dtype), cache.computed(state, past)
+
+
 def _placeholder(
     cache: RecurrentCache,
     rows: tuple[Tensor, Tensor, Tensor],
@@ -296,5 +333,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,
     "mamba2_chunk_scan": _mamba2,
+    "mamba_selective_scan": _mamba,
 }
 """The replacements of functions of a model's Python module, by the function's name."""

@@ -21,6 +21,7 @@ from kvexport.export.hooks.attention import IMPLEMENTATION
 from kvexport.export.hooks.experts import IMPLEMENTATION as EXPERTS
 from kvexport.export.hooks.experts import find_forms
 from kvexport.export.hooks.latent import check_expansions
+from kvexport.export.hooks.own_attention import OWN, lead
 from kvexport.export.model.config import blame, first_line_of
 
 _WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")  # types whose class for text has no image encoder
@@ -82,11 +83,13 @@ def on_meta(config: Any, dtype: torch.dtype, max_length: int, attention: str = I
     _initialize_buffers(model, model)
     model.tie_weights()
     fix_rotary_frequencies(model, max_length)
-    return model
+    return lead(model) if attention == IMPLEMENTATION else model
 
 
 def attention_by_part(config: Any, attention: str) -> Any:
     """Return `attention` for the text decoder, and the default for encoders, some of which support no other."""
+    if attention == IMPLEMENTATION and config.model_type in OWN:
+        return "eager"
     text = config.get_text_config()
     parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
     others = {name: "eager" for name, part in parts.items() if part is not None and part.get_text_config() is not text}
@@ -148,11 +151,7 @@ def _refuse_own_attention(config: Any) -> None:
                 f"{config.model_type} is made of several models ({', '.join(config.sub_configs)}), of which "
                 "transformers names none as the decoder of text; it cannot be exported"
             )
-        raise UsageError(
-            f"{config.model_type} has no layer that attends (state-space or linear attention alone), so it has no "
-            "cache to compress"
-        )
-    if not decoder._can_set_attn_implementation():
+    elif not decoder._can_set_attn_implementation() and config.model_type not in OWN:
         raise _own_attention(config)
 
 

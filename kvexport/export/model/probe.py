@@ -6,6 +6,7 @@ A model that kvexport cannot export is refused with an error that names the reas
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvexport.errors import UsageError
-from kvexport.export.hooks.attention import attending
+from kvexport.export.hooks.attention import PositionMask, attending
 from kvexport.export.hooks.experts import expert_modules
 from kvexport.export.hooks.latent import is_latent
 from kvexport.export.hooks.recurrence import RecurrentCache, recurring
@@ -28,25 +29,13 @@ PROBE_SPAN = 1 << 18
 STATELESS = ("moe", "mlp")  # config.json's names of layers that compute each token by itself (Nemotron-H)
 
 
-class _Mask:
-    """An attention mask as a function of positions, in place of the tensor that a model expects."""
-
-    def __init__(self, visible: Any) -> None:
-        self.visible = visible
-
-    def __getitem__(self, index: Any) -> _Mask:
-        """Return the attention mask itself if `index` selects all of its rows, as models of Gemma 4 do."""
-        if any(part not in (slice(None), slice(0, None)) for part in index):
-            raise TypeError(f"{_Mask.__name__} has no part {index}")
-        return self
-
-
 class _Probe:
     """A recorder of how each layer calls its attention, in a forward pass on fake tensors (tensors without data)."""
 
     def __init__(self, model: Any) -> None:
         self.model_type = model.config.model_type
         self.cache = RecurrentCache(self.model_type)
+        self.cached: Collection[int] = ()  # layers that passed their keys to the cache
         self.layers: dict[int, LayerGeometry] = {}
         self.readers: dict[int, int] = {}  # for each layer that reads the keys of another layer: that other layer
         self._windows: list[tuple[Any, int]] = []  # (mask, sliding window) of every mask so far; layers share masks
@@ -59,7 +48,7 @@ class _Probe:
             raise UsageError(f"{name} runs attention more than once per token, or does not say which layer it is")
         if not getattr(module, "is_causal", True):
             raise UsageError(f"{name} is not causal")
-        if index not in self.cache.updated and source is None:
+        if index not in self.cached and source is None:
             raise UsageError(f"{name} reads keys that no layer has passed to the cache")
         mask = options["attention_mask"]
         if not any(mask is seen for seen, _ in self._windows):
@@ -79,6 +68,7 @@ class _Probe:
             scale=float(key.shape[3] ** -0.5 if scale is None else scale),
             sink_logits=options.get("s_aux") is not None,
             value_in_key=is_latent(module),
+            position_in_key=options.get("alibi", False),
         )
         if source is None:
             self.layers[index] = geometry
@@ -87,21 +77,17 @@ class _Probe:
             _require_same_attention(name, geometry, source, self.layers[source])
         return query.new_empty(*query.shape[:3], value.shape[3])
 
-    def mask(self, mask_function: Any) -> Any:
-        return None if mask_function is None else _Mask(mask_function)
-
-    def _window(self, name: str, mask_function: Any) -> int:
+    def _window(self, name: str, mask: PositionMask | None) -> int:
         """Return how many positions a query sees, its own included; 0 if it sees all earlier positions."""
-        if mask_function is None:
+        if mask is None:
             return 0
-        assert isinstance(mask_function, _Mask)
         widths = set()
         for q in PROBE_POSITIONS:
             visible: Any
             with unset_fake_temporarily():
                 zero, query, keys = torch.tensor(0), torch.tensor(q), torch.arange(q - PROBE_SPAN, q + 2)
                 try:
-                    visible = torch.as_tensor(mask_function.visible(zero, zero, query, keys)).expand(keys.shape[0])
+                    visible = torch.as_tensor(mask.visible(zero, zero, query, keys)).expand(keys.shape[0])
                 except IndexError:  # the mask looks positions up among the tokens of this call
                     visible = None
                 if visible is None or isinstance(visible, FakeTensor):
@@ -137,7 +123,7 @@ def probe_layers(model: Any, mode: FakeTensorMode) -> Layout:
     _refuse_other_inputs(model)
     failure: Exception | None = None
     try:
-        with attending(probe), recurring(model, probe.cache), torch.no_grad(), mode, reads:
+        with attending(probe) as probe.cached, recurring(model, probe.cache), torch.no_grad(), mode, reads:
             tokens = torch.zeros(1, 2, dtype=torch.int64)
             model(input_ids=tokens, position_ids=tokens, **probe.cache.as_arguments(model))
     except UsageError:
@@ -145,7 +131,7 @@ def probe_layers(model: Any, mode: FakeTensorMode) -> Layout:
     except Exception as error:
         failure = error
     _refuse_experts(model)
-    if failure and _Mask.__name__ in str(failure):
+    if failure and PositionMask.__name__ in str(failure):
         raise UsageError(
             f"{kind} computes with its attention mask in code of its own; only causal masks and sliding windows can be "
             "kept in a merging cache"
@@ -161,11 +147,8 @@ def probe_layers(model: Any, mode: FakeTensorMode) -> Layout:
     text = model.config.get_text_config()
     states = probe.cache.states()
     _refuse_missing_layers(kind, text, probe, {layer.layer for layer in states} | probe.readers.keys())
-    if not probe.layers:
-        raise UsageError(
-            f"{kind} has no layer that attends (state-space or linear attention alone), so it has no cache to compress"
-        )
-    _refuse_own_positions(model)
+    if not all(layer.position_in_key for layer in probe.layers.values()):
+        _refuse_own_positions(model)
     _refuse_integers(model, reads)
     if is_composite(model.config):
         _keep_read(model, reads)
@@ -221,7 +204,7 @@ def _refuse_missing_layers(kind: str, text: Any, probe: _Probe, stateful: set[in
     kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
     missing = [i for i in range(text.num_hidden_layers) if i not in probe.layers and i not in stateful]
     for i in missing:
-        if i in probe.cache.updated:
+        if i in probe.cached:
             raise UsageError(
                 f"{kind} layer {i} computes attention in its own code, not through the attention interface of "
                 "transformers; only decoders that use it can be exported"

@@ -73,9 +73,6 @@ class _Probe:
         self.latest = None
         return query.new_empty(*query.shape[:3], value.shape[3])
 
-    def mask(self, mask_function: Any) -> Any:
-        return None
-
     def note(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
         """Store the cosines that a rotary embedding module computed; this method is a forward hook of such modules."""
         extra = (

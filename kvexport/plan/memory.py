@@ -152,6 +152,9 @@ class MemoryPlan:
             return None
         # At max_length nothing is evicted and there is no slack, so it may take less than slightly smaller budgets.
         longest = self.recipe.limits.max_length
+        picked = min((layer.most_picked for layer in self.geometry if layer.most_picked), default=longest)
+        if picked < longest:  # a larger cache is refused
+            longest = picked - self.recipe.slack
         if self._fits(longest, room):
             return longest
         low, high = 0, longest - 1

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
 from kvexport.errors import UsageError
+from kvexport.export.hooks.indexer import without_picks
 from kvexport.export.hooks.latent import absorbed_query, expanded_output, is_latent, latent_key
 
 IMPLEMENTATION = "kvexport"
@@ -117,7 +118,7 @@ def _attention(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    options["attention_mask"] = attention_mask
+    options = without_picks(attention_mask, options)
     options["layer"], options["reads"] = _layers_of(module, key)
     if is_latent(module):
         if options.get("scaling") is None:

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -65,11 +66,18 @@ def cache_name(model: Any) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
+class _NoLayers(list[Any]):
+    """The layers of a cache that has none; Qwen 4 Exp asks one for the positions of earlier tokens, for its indexers."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return SimpleNamespace(indexer_position_ids=None)
+
+
 class PassThroughCache(Cache):
     """A cache that returns only new keys and values: those of earlier tokens are inputs of the ONNX graph instead."""
 
     def __init__(self, model_type: str = "the model") -> None:
-        super().__init__(layers=[])
+        super().__init__(layers=_NoLayers())
         self.model_type = model_type
         self.updated: set[int] = set()
 

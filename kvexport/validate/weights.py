@@ -8,10 +8,8 @@ import torch
 
 from kvexport.export.hooks.attention import IMPLEMENTATION
 from kvexport.export.hooks.experts import expert_layouts
-from kvexport.export.hooks.indexer import leave_out_indexers
-from kvexport.export.hooks.llama4 import scale_by_positions
 from kvexport.export.model.config import load_config
-from kvexport.export.model.hf_model import attention_by_part, auto_class, buffers_as_parameters
+from kvexport.export.model.hf_model import attention_by_part, auto_class, buffers_as_parameters, hook_modules
 from kvexport.export.model.tensors import Checkpoint, dense_values
 from kvexport.export.weights.computed import ComputedSpec
 from kvexport.export.weights.specs import weight_specs
@@ -30,15 +28,13 @@ def load_model(checkpoint: Checkpoint, recipe: Any, attention: str) -> Any:
             use_safetensors=True,
         )
         if attention == IMPLEMENTATION:
-            leave_out_indexers(model)
-        scale_by_positions(model)
+            hook_modules(model)
         return model.eval()
     model = auto_class(config).from_config(
         config, dtype=dtype, attn_implementation=attention_by_part(config, attention), experts_implementation="eager"
     )
     if attention == IMPLEMENTATION:
-        leave_out_indexers(model)
-        scale_by_positions(model)
+        hook_modules(model)
     buffers_as_parameters(model)
     parameters = {f"model.{name}": p for name, p in model.named_parameters(remove_duplicate=False)}
     layouts = {f"model.{name}": layout for name, layout in expert_layouts(model).items()}

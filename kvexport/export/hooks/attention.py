@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 
 from kvexport.errors import UsageError
 from kvexport.export.hooks.indexer import without_picks
-from kvexport.export.hooks.latent import absorbed_query, expanded_output, is_latent, latent_key
+from kvexport.export.hooks.latent import absorbed_query, expanded_output, is_latent, latent_key, latest_expanded
 
 IMPLEMENTATION = "kvexport"
 
@@ -127,11 +127,11 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     options = without_picks(attention_mask, options)
-    options["layer"], options["reads"] = _layers_of(module, key)
+    options["layer"], options["reads"] = _layers_of(module, latest_expanded() if is_latent(module) else key)
     if is_latent(module):
         if options.get("scaling") is None:
             options["scaling"] = key.shape[3] ** -0.5
-        latent, rotated = _cached.get()[options["layer"]]
+        latent, rotated = _cached.get()[options["layer"] if options["reads"] is None else options["reads"]]
         absorbed = absorbed_query(module, query), latent_key(latent, rotated), latent
         output = expanded_output(module, _current.get().attend(module, *absorbed, options))
     else:

@@ -21,7 +21,7 @@ from kvexport.export.hooks.attention import IMPLEMENTATION
 from kvexport.export.hooks.experts import IMPLEMENTATION as EXPERTS
 from kvexport.export.hooks.experts import find_forms
 from kvexport.export.hooks.indexer import leave_out_indexers, picks_alone
-from kvexport.export.hooks.latent import check_expansions
+from kvexport.export.hooks.latent import check_expansions, note_expansions
 from kvexport.export.hooks.llama4 import route_to_experts, scale_by_positions
 from kvexport.export.model.config import blame, first_line_of
 
@@ -84,11 +84,17 @@ def on_meta(config: Any, dtype: torch.dtype, max_length: int, attention: str = I
     _initialize_buffers(model, model)
     model.tie_weights()
     if attention == IMPLEMENTATION:
-        leave_out_indexers(model)
+        hook_modules(model)
         route_to_experts(model)
-        scale_by_positions(model)
     fix_rotary_frequencies(model, max_length)
     return model
+
+
+def hook_modules(model: Any) -> None:
+    """Change the modules of a model that compute in their own code what kvexport's attention needs to know."""
+    leave_out_indexers(model)
+    note_expansions(model)
+    scale_by_positions(model)
 
 
 def attention_by_part(config: Any, attention: str) -> Any:

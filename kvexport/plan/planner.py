@@ -293,8 +293,8 @@ def _require_plain(recipe: Recipe, method: Method, geometry: Sequence[LayerGeome
         number = plan.attention_layers[i] if plan.attention_layers else i
         if layer.chunk and length > layer.chunk:
             raise UsageError(
-                f"layer {number} attends in chunks of {layer.chunk} tokens, which a merging cache keeps only within the "
-                f"first, and limits.max_length is {shown_length(length)}",
+                f"layer {number} attends in chunks of {layer.chunk} tokens, of which only the first is plain attention, "
+                f"and limits.max_length is {shown_length(length)}",
                 f"--set limits.max_length={layer.chunk}",
             )
         slots, most = max(cache.capacity), layer.most_picked
@@ -308,7 +308,9 @@ def _require_plain(recipe: Recipe, method: Method, geometry: Sequence[LayerGeome
                 fix = f"--set cache.budget={budget}, or {fix}"
             raise UsageError(
                 f"the indexer of layer {number} picks {most} tokens, and every token only of a cache of no more slots, "
-                f"but its cache has {slots}" + f": {slots - beyond} of its budget and {beyond} for a call" * (beyond > 0),
+                f"but its cache has {slots}"
+                + f": {slots - beyond} of its budget and {beyond} for a call"
+                * (beyond > 0),
                 fix,
             )
 

@@ -67,7 +67,7 @@ def cache_name(model: Any) -> str:
 
 
 class _NoLayers(list[Any]):
-    """The layers of a cache that has none; Qwen 4 Exp asks one for the positions of earlier tokens, for its indexers."""
+    """The layers of a cache without any. Qwen 4 Exp asks one for the positions of earlier tokens, for its indexers."""
 
     def __getitem__(self, index: Any) -> Any:
         return SimpleNamespace(indexer_position_ids=None)
@@ -96,8 +96,7 @@ class PassThroughCache(Cache):
         if layer_idx is not None:
             raise UsageError(
                 f"layer {layer_idx} of {self.model_type} computes positions from the length of its cache, not from "
-                "position_ids (as layers without rotary embedding do that scale queries by their position); it cannot "
-                "be exported"
+                "position_ids; it cannot be exported"
             )
         return 0
 

@@ -47,7 +47,7 @@ class _Positions:
 
 
 def scale_by_positions(model: nn.Module) -> None:
-    """Let layers of Llama 4 without rotary embedding scale their queries by the positions that a model is called with."""
+    """Let layers of Llama 4 without rotary embedding scale queries by the positions that the model is called with."""
     positions = None
     for module in model.modules():
         if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:

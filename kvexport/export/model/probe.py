@@ -25,6 +25,17 @@ from kvexport.plan.cache import LayerGeometry, LayerStates
 
 PROBE_POSITIONS = (1 << 20, (1 << 20) + 1, (1 << 20) + 37)
 PROBE_SPAN = 1 << 18
+SHARED = (
+    "sliding_window",
+    "softcap",
+    "scale",
+    "sink_logits",
+    "kv_heads",
+    "key_size",
+    "value_size",
+    "most_picked",
+    "chunk",
+)
 STATELESS = ("moe", "mlp")  # config.json's names of layers that compute each token by itself (Nemotron-H)
 
 
@@ -190,7 +201,7 @@ def probe_layers(model: Any, mode: FakeTensorMode) -> Layout:
 
 def _require_same_attention(name: str, geometry: LayerGeometry, source: int, own: LayerGeometry) -> None:
     """Raise UsageError if a layer reads a KV cache of another layer with attention of another kind."""
-    for field in ("sliding_window", "softcap", "scale", "sink_logits", "kv_heads", "key_size", "value_size", "most_picked", "chunk"):
+    for field in SHARED:
         here, there = getattr(geometry, field), getattr(own, field)
         if here != there:
             raise UsageError(

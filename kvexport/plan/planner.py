@@ -47,7 +47,7 @@ def plan_cache(
     caches = [_planned(recipe, method, i, *layer) for i, layer in enumerate(zip(geometry, shares, strict=True))]
     _require_no_merges(recipe, caches, method)
     plan = CachePlan(tuple(caches), attention_layers, states)
-    _require_plain(recipe, method, geometry, plan)
+    _require_plain(recipe, geometry, plan)
     selected_plan(recipe, plan)  # raises an error if its budget is too small
     return plan
 
@@ -286,20 +286,21 @@ def _require_no_merges(recipe: Recipe, caches: Sequence[LayerCache], method: Met
         )
 
 
-def _require_plain(recipe: Recipe, method: Method, geometry: Sequence[LayerGeometry], plan: CachePlan) -> None:
+def _require_plain(recipe: Recipe, geometry: Sequence[LayerGeometry], plan: CachePlan) -> None:
     """Refuse more slots than an indexer picks tokens, and sequences longer than a chunk of attention."""
     length = recipe.limits.max_length
     for i, (layer, cache) in enumerate(zip(geometry, plan.caches, strict=True)):
         number = plan.attention_layers[i] if plan.attention_layers else i
         if layer.chunk and length > layer.chunk:
             raise UsageError(
-                f"layer {number} attends in chunks of {layer.chunk} tokens, of which only the first is plain attention, "
-                f"and limits.max_length is {shown_length(length)}",
+                f"layer {number} attends in chunks of {layer.chunk} tokens, of which a cache holds only the first, and "
+                f"limits.max_length is {shown_length(length)}",
                 f"--set limits.max_length={layer.chunk}",
             )
         slots, most = max(cache.capacity), layer.most_picked
         if most and slots > most:
             beyond = slots - max(cache.budget)
+            parts = f", {slots - beyond} of its budget and {beyond} for a call" if beyond else ""
             fix = f"--set limits.max_length={most}"
             if cache.merges and recipe.cache.merge_prompts == "end" and recipe.cache.slack is None:
                 fix = f"--set cache.merge_prompts=chunks, or {fix}"
@@ -307,10 +308,7 @@ def _require_plain(recipe: Recipe, method: Method, geometry: Sequence[LayerGeome
                 budget = (most - beyond) * recipe.budget // max(cache.budget)
                 fix = f"--set cache.budget={budget}, or {fix}"
             raise UsageError(
-                f"the indexer of layer {number} picks {most} tokens, and every token only of a cache of no more slots, "
-                f"but its cache has {slots}"
-                + f": {slots - beyond} of its budget and {beyond} for a call"
-                * (beyond > 0),
+                f"the indexer of layer {number} would pick only {most} of the {slots} slots of its cache{parts}",
                 fix,
             )
 

@@ -26,16 +26,10 @@ from kvexport.plan.cache import LayerGeometry, LayerStates
 PROBE_POSITIONS = (1 << 20, (1 << 20) + 1, (1 << 20) + 37)
 PROBE_SPAN = 1 << 18
 SHARED = (
-    "sliding_window",
-    "softcap",
-    "scale",
-    "sink_logits",
-    "kv_heads",
-    "key_size",
-    "value_size",
-    "most_picked",
+    *("sliding_window", "softcap", "scale", "sink_logits", "kv_heads", "key_size", "value_size", "most_picked"),
     "chunk",
 )
+"""What has to be equal in two layers of which one reads the cache of the other."""
 STATELESS = ("moe", "mlp")  # config.json's names of layers that compute each token by itself (Nemotron-H)
 
 

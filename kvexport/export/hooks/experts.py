@@ -67,8 +67,8 @@ class Layout:
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if type(module).__name__ == "Llama4TextExperts":  # it does not declare what it is
-            module.is_concatenated = module.is_transposed = module.has_gate = True  # type: ignore[assignment]
-            module.has_bias = False  # type: ignore[assignment]
+            module.is_concatenated = module.is_transposed = module.has_gate = True
+            module.has_bias = False
         if hasattr(module, "is_concatenated") and hasattr(module, "has_gate"):
             yield name, module
 

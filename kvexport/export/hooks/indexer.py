@@ -58,7 +58,7 @@ def leave_out_indexers(model: Any) -> None:
     for name, module in list(model.named_modules()):
         if hasattr(module, "build_attention_mask_from_topk"):  # the mask of GLM-5 Next, made of nothing but the picks
             module.build_attention_mask_from_topk = lambda topk_indices, **_: topk_indices
-        indexer = getattr(module, "indexer", None)
+        indexer: Any = getattr(module, "indexer", None)
         most = MOST_PICKED[kind](indexer) if (kind := type(indexer).__name__) in MOST_PICKED else 0
         if most:
             unread |= {f"{name}.indexer.{own}" for own, _ in indexer.named_parameters()}

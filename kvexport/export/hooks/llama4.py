@@ -34,7 +34,7 @@ def _mixture(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     rows = (hidden[:, None] * scores[:, :, None]).flatten(0, 1)
     chosen = chosen.reshape(-1, 1)
     routed = call_experts(module.experts, rows, chosen, torch.ones_like(chosen, dtype=rows.dtype), module.top_k)
-    return module.shared_expert(hidden) + routed.unflatten(0, (-1, module.top_k)).sum(1), logits
+    return module.shared_expert(hidden) + routed.view(-1, module.top_k, module.hidden_dim).sum(1), logits
 
 
 class _Positions:
@@ -46,17 +46,18 @@ class _Positions:
         self.ids = kwargs["position_ids"]
 
 
-def scale_by_positions(model: nn.Module) -> None:
+def scale_by_positions(model: Any) -> None:
     """Let layers of Llama 4 without rotary embedding scale queries by the positions that the model is called with."""
     positions = None
     for module in model.modules():
         if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
             positions = positions or _Positions(model)
-            module.attn_temperature_tuning = False  # type: ignore[assignment]
+            module.attn_temperature_tuning = False
             module.q_proj.register_forward_hook(partial(_scale, module, positions))
 
 
 def _scale(attention: Any, positions: _Positions, module: nn.Module, args: Any, query: Tensor) -> Tensor:
     """Return the outputs of the query projection [B, T, heads * D], scaled as `Llama4TextAttention` scales queries."""
     steps = torch.floor((positions.ids.float() + 1.0) / attention.floor_scale)
-    return (query * (torch.log1p(steps) * attention.attn_scale + 1.0)[..., None]).to(query.dtype)
+    factor: Tensor = torch.log1p(steps) * attention.attn_scale + 1.0
+    return (query * factor[..., None]).to(query.dtype)

@@ -47,16 +47,24 @@ FIELDS: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {"rope_parameters": {**MROPE, "mrope_section": [2, 1, 1]}},
     "glm4v_text": {"rope_parameters": MROPE},
     "glm5_next_text": {"qk_rope_head_dim": 0},
+    "glm_moe_dsa": {"indexer_types": ["full", "shared"]},
     "glm_ocr_text": {"rope_parameters": MROPE},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
     "granite4_vision": {"deepstack_layer_map": []},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "hunyuan_vl_text": {"rope_parameters": MROPE},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "llama4_text": {
+        "no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"], "floor_scale": 16,
+        "attn_scale": 0.5,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"head_dim": 32, "n_groups": 2, "state_size": 16, "chunk_size": 16},
-    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},  # as published
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2, "index_head_dim": 16,
+    },
+    "mistral_large4_text": {"no_rope_layers": [1, 0]},
     "molmo2_adapter": {"vision_feature_layer": [0, 1]},
     "muse_spark_audio": {"num_hidden_layers": 4},
     "nemotron_h": {
@@ -69,7 +77,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_text": {"rope_parameters": MROPE},
     "qwen2_vl_text": {"rope_parameters": MROPE},
     "qwen4_exp_text": {
-        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 256,
         "indexer_compress_ratio": 4,
     },
     "recurrent_gemma": {"num_hidden_layers": 3, "attention_window_size": WINDOW},

@@ -85,6 +85,7 @@ class Manifest:
     divergence: Divergence | None = None
     images: ImageSpec | None = None  # how images are read; None if the artifact reads none
     no_images: str = ""  # why it reads none, if its model does
+    plain_attention: str = ""  # why layers attend to every token, if those of the model may not
     # Additions of each backend to the ONNX graphs, by the backend's name and in its own format
     engines: Mapping[str, Any] = field(default_factory=dict)
     # Every file except the manifest by its relative POSIX path; empty until the files are digested
@@ -121,6 +122,7 @@ class Manifest:
             **({"divergence": asdict(self.divergence)} if self.divergence else {}),
             **({"images": asdict(self.images)} if self.images else {}),
             **({"no_images": self.no_images} if self.no_images else {}),
+            **({"plain_attention": self.plain_attention} if self.plain_attention else {}),
             "engines": dict(self.engines),
             "contract_version": self.contract_version,
         }

@@ -59,6 +59,7 @@ def _data(
         "graphs": graphs,
         "engines": manifest.engines,
         "divergence": fields.get("divergence"),
+        "plain_attention": manifest.plain_attention,
         "digests": "verified" if verified else "not verified",
     }
 
@@ -78,6 +79,7 @@ def _sections(
         "weights": "; ".join(f"{n} of {kind}" for kind, n in model.packed.items()) or recipe.model.dtype,
         "checkpoint": f"{recipe.model.path} (fingerprint {model.fingerprint})",
         "method": f"{recipe.cache.method}{f' ({parameters})' if parameters else ''}",
+        **({"attention": manifest.plain_attention} if manifest.plain_attention else {}),
         **({} if manifest.divergence is None else {"measured at build": manifest.divergence.line}),
         "backend": _runs_on(manifest),
         "limits": ", ".join(f"{name} {shown_length(n)}" for name, n in asdict(manifest.limits).items()),

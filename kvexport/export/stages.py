@@ -53,7 +53,7 @@ from kvexport.export.weights.write import (
 )
 from kvexport.ops.onnx_function import keep_merge_functions
 from kvexport.plan.cache import CachePlan
-from kvexport.plan.planner import cache_notes, selected_plan
+from kvexport.plan.planner import cache_notes, plain_attention, selected_plan
 from kvexport.recipe.fields import Recipe
 from kvexport.tensor_files.shards import some_names
 from kvexport.terminal import Progress
@@ -92,6 +92,7 @@ def choose_weights(
         specs += [spec for spec in vision.weights if spec.name not in own]
     elif vision:
         notes.insert(0, f"the text part of {config.model_type} is built, which reads no images: {vision}")
+    notes += [plain] if (plain := plain_attention(shape.geometry, shape.plan)) else []
     notes += [*cache_notes(recipe, shape.plan), *weight_notes(shape.checkpoint, shape.model, recipe, chosen)]
     if left_out:
         notes.append(f"left out, because the decoder has no part for them: {some_names(left_out)}")
@@ -199,6 +200,7 @@ def describe(
         adapters=traced.adapters,
         images=vision.spec if isinstance(vision, Vision) else None,
         no_images=vision if isinstance(vision, str) else "",
+        plain_attention=plain_attention(shape.geometry, shape.plan),
         graphs=graphs,
         top_logits=min(MOST_LOGITS, vocabulary_of(shape)),
         limits=Limits(

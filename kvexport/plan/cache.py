@@ -29,6 +29,8 @@ class LayerGeometry:
     sink_logits: bool = False  # whether each head has a learned logit without a value
     value_in_key: bool = False  # whether a value is the first numbers of its key, as a latent is
     position_in_key: bool = False  # whether the last numbers of a key are its position (ALiBi)
+    most_picked: int = 0  # number of tokens up to which the layer's indexer picks all; 0 without an indexer
+    chunk: int = 0  # positions in each of the chunks in which the layer attends; 0 if it does not
     # Rotary embedding, read only for methods that rotate keys and for positions in the cache
     rotary: Rotary = field(default_factory=Rotary)
     key_shift: Rotary | None = None  # read only for a quantized cache: see `LayerCache.key_shift`

@@ -15,7 +15,7 @@ from kvexport.errors import UsageError
 from kvexport.images.rows import KEPT_ROWS
 from kvexport.machine import KEPT_BYTES
 from kvexport.plan.cache import CachePlan, LayerCache, LayerGeometry
-from kvexport.plan.planner import cache_notes, plan_cache, settled_plan, state_bytes
+from kvexport.plan.planner import cache_notes, plain_attention, plan_cache, settled_plan, state_bytes
 from kvexport.recipe.fields import Recipe, shown_length
 from kvexport.report import KeyValues, Section, Table
 from kvexport.units import format_bytes
@@ -152,6 +152,9 @@ class MemoryPlan:
             return None
         # At max_length nothing is evicted and there is no slack, so it may take less than slightly smaller budgets.
         longest = self.recipe.limits.max_length
+        picked = min((layer.most_picked for layer in self.geometry if layer.most_picked), default=longest)
+        if picked < longest:  # a larger cache is refused
+            longest = picked - self.recipe.slack
         if self._fits(longest, room):
             return longest
         low, high = 0, longest - 1
@@ -225,6 +228,8 @@ class MemoryPlan:
         }
         if notes := cache_notes(recipe, self.cache):
             summary["note"] = "; ".join(notes)
+        if plain := plain_attention(self.geometry, self.cache):
+            summary["attention"] = plain
         if self.full_bytes is None or self.ratio is None:
             summary["full cache of 1 sequence"] = "without bound: limits.max_length is unlimited"
         else:

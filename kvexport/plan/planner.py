@@ -11,7 +11,7 @@ from kvexport.errors import UsageError
 from kvexport.methods.base import Method
 from kvexport.plan.budgets import allocate, head_shares
 from kvexport.plan.cache import CachePlan, LayerCache, LayerGeometry, LayerStates
-from kvexport.recipe.fields import MOST, Recipe
+from kvexport.recipe.fields import MOST, Recipe, shown_length
 from kvexport.schema.state import SMALL, scales_of, types_of
 
 
@@ -53,6 +53,7 @@ def plan_cache(
     caches = [_planned(recipe, method, i, *layer) for i, layer in enumerate(zip(geometry, shares, strict=True))]
     _require_no_merges(recipe, caches, method)
     plan = CachePlan(tuple(caches), attention_layers, states)
+    _require_plain(recipe, geometry, plan)
     selected_plan(recipe, plan)  # raises an error if its budget is too small
     return plan
 
@@ -164,6 +165,25 @@ def settled_plan(recipe: Recipe, plan: CachePlan) -> CachePlan:
     return replace(plan, caches=tuple(settled(cache) if cache.merges else cache for cache in plan.caches))
 
 
+def plain_attention(geometry: Sequence[LayerGeometry], plan: CachePlan) -> str:
+    """Return how layers attend to every token although those of the model do not; "" if no layer does."""
+    picked, chunks = [x for x in geometry if x.most_picked], [x for x in geometry if x.chunk]
+    notes = []
+    if picked:
+        slots = max(max(y.capacity) for x, y in zip(geometry, plan.caches, strict=True) if x.most_picked)
+        notes.append(
+            f"{_layers(len(picked))} no indexer: it would pick {picked[0].most_picked:,} tokens, and no cache has more "
+            f"than {slots:,} slots"
+        )
+    if chunks:
+        notes.append(f"{_layers(len(chunks))} one chunk of {chunks[0].chunk:,} tokens: no sequence is longer")
+    return "; ".join(notes)
+
+
+def _layers(count: int) -> str:
+    return "1 layer has" if count == 1 else f"{count} layers have"
+
+
 def cache_notes(recipe: Recipe, plan: CachePlan) -> list[str]:
     """Return notes for the user about a cache plan, such as a budget that no sequence of the allowed length exceeds."""
     budget, length, pinned = recipe.cache.budget, recipe.limits.max_length, recipe.cache.pinned
@@ -270,6 +290,33 @@ def _require_no_merges(recipe: Recipe, caches: Sequence[LayerCache], method: Met
             f"{method.name} may have merged them into {name}, which has {budget} slots",
             fix,
         )
+
+
+def _require_plain(recipe: Recipe, geometry: Sequence[LayerGeometry], plan: CachePlan) -> None:
+    """Refuse more slots than an indexer picks tokens, and sequences longer than a chunk of attention."""
+    length = recipe.limits.max_length
+    for i, (layer, cache) in enumerate(zip(geometry, plan.caches, strict=True)):
+        number = plan.attention_layers[i] if plan.attention_layers else i
+        if layer.chunk and length > layer.chunk:
+            raise UsageError(
+                f"layer {number} attends in chunks of {layer.chunk} tokens, of which a cache holds only the first, and "
+                f"limits.max_length is {shown_length(length)}",
+                f"--set limits.max_length={layer.chunk}",
+            )
+        slots, most = max(cache.capacity), layer.most_picked
+        if most and slots > most:
+            beyond = slots - max(cache.budget)
+            parts = f", {slots - beyond} of its budget and {beyond} for a call" if beyond else ""
+            fix = f"--set limits.max_length={most}"
+            if cache.merges and recipe.cache.merge_prompts == "end" and recipe.cache.slack is None:
+                fix = f"--set cache.merge_prompts=chunks, or {fix}"
+            elif cache.merges and beyond < most:
+                budget = (most - beyond) * recipe.budget // max(cache.budget)
+                fix = f"--set cache.budget={budget}, or {fix}"
+            raise UsageError(
+                f"the indexer of layer {number} would pick only {most} of the {slots} slots of its cache{parts}",
+                fix,
+            )
 
 
 def _require_pairs(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> None:

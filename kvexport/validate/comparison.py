@@ -218,10 +218,13 @@ class Comparison:
     ) -> list[Difference | None]:
         differences = [self._state(i, outputs, present, self.tolerance)]
         if i + 1 in reached:
-            begin = hidden[max((b for b in reached if b <= i), default=0)].astype(np.float64)
-            end = hidden[i + 1].astype(np.float64)
+            # [B, T, hidden]; of a model with several residual streams, [B, T, streams * hidden]
+            begin, end, own = (
+                x.astype(np.float64).reshape(*x.shape[:2], -1)
+                for x in (hidden[max((b for b in reached if b <= i), default=0)], hidden[i + 1], reached[i + 1])
+            )
             allowed = self.tolerance.hidden * norm(end - begin) + self.tolerance.rounding * norm(end)
-            gap = np.where(_real(feed), norm(reached[i + 1] - end), 0.0)
+            gap = np.where(_real(feed), norm(own - end), 0.0)
             _keep(largest, "hidden", gap / np.maximum(norm(end - begin), 1e-30))
             differences.append(worst("hidden", gap, allowed))
         return differences

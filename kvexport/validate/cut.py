@@ -80,6 +80,9 @@ def _cut(graph: onnx.GraphProto, borders: Mapping[int, str], dtype: str) -> None
     for node in graph.node:
         for i, name in enumerate(node.input):
             node.input[i] = inside.get(name, name)
+    ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in graph.value_info}
     for i, name in borders.items():
-        graph.input.append(helper.make_tensor_value_info(border_name(i), elem, ["batch", "tokens", f"hidden.{i}"]))
+        # [B, T, hidden], or [B, T, streams, hidden] of a model with several residual streams
+        dims = ["batch", "tokens", *(f"hidden.{i}.{n}" for n in range(2, ranks.get(name, 3)))]
+        graph.input.append(helper.make_tensor_value_info(border_name(i), elem, dims))
         graph.output.append(helper.make_tensor_value_info(name, elem, None))

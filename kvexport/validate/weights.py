@@ -10,7 +10,7 @@ from kvexport.export.hooks.attention import IMPLEMENTATION
 from kvexport.export.hooks.experts import expert_layouts
 from kvexport.export.hooks.own_attention import lead
 from kvexport.export.model.config import load_config
-from kvexport.export.model.hf_model import attention_by_part, auto_class, buffers_as_parameters
+from kvexport.export.model.hf_model import attention_by_part, auto_class, buffers_as_parameters, hook_modules
 from kvexport.export.model.tensors import Checkpoint, dense_values
 from kvexport.export.weights.computed import ComputedSpec
 from kvexport.export.weights.specs import weight_specs
@@ -28,10 +28,15 @@ def load_model(checkpoint: Checkpoint, recipe: Any, attention: str) -> Any:
             experts_implementation="eager",  # the default refuses float64
             use_safetensors=True,
         )
-        return lead(model.eval()) if attention == IMPLEMENTATION else model.eval()
+        if attention != IMPLEMENTATION:
+            return model.eval()
+        hook_modules(model)
+        return lead(model.eval())
     model = auto_class(config).from_config(
         config, dtype=dtype, attn_implementation=attention_by_part(config, attention), experts_implementation="eager"
     )
+    if attention == IMPLEMENTATION:
+        hook_modules(model)
     buffers_as_parameters(model)
     parameters = {f"model.{name}": p for name, p in model.named_parameters(remove_duplicate=False)}
     layouts = {f"model.{name}": layout for name, layout in expert_layouts(model).items()}

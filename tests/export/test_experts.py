@@ -10,7 +10,7 @@ import onnx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, Llama4TextConfig, MixtralConfig, Qwen3MoeConfig
 
 from kvexport.backends.onnxruntime.operators import VARIABLE
 from kvexport.engine.load import load
@@ -105,6 +105,25 @@ def test_rounded_experts_compute_with_the_dequantized_weights(
     assert stored[down].data_type == kinds[bits] and len(stored[down].dims) == 3
     location = {x.key: x.value for x in stored[down].external_data}
     assert int(location["length"]) == np.prod(stored[down].dims) * bits // 8
+
+
+@pytest.mark.parametrize("chosen", [1, 2])
+def test_llama_4_computes_the_chosen_experts_alone(chosen: int, tmp_path: Path) -> None:
+    config = Llama4TextConfig(
+        **models.SIZES, head_dim=16, intermediate_size_mlp=64, num_local_experts=8, num_experts_per_tok=chosen
+    )
+    checkpoint = models.save_checkpoint(tmp_path / "checkpoint", config)
+    export, weights = {"logits": "all", "prefill_chunk": 8}, {"bits": 8, "group": 32}
+    recipe = models.make_recipe(checkpoint, export=export, limits={"max_length": 160}, weights=weights)
+    ids = models.random_ids(0, 90, 60)
+    model = load_model(read_checkpoint(checkpoint), recipe, "eager")  # with the rounded weights
+    with torch.no_grad():
+        right = [model(torch.from_numpy(row)[None]).logits[0].numpy() for row in ids]
+    engine = load(build(recipe, tmp_path / "artifact"), float_input=True)
+    for actual, logits in zip(models.given_tokens_logits(engine, ids, (50, 20)), right, strict=True):
+        assert np.abs(actual - logits).max() <= 1e-5 * np.abs(logits).max()
+    plan = plan_memory(recipe)
+    assert plan.expert_read_bytes * 8 == plan.expert_bytes * chosen
 
 
 MXFP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from kvexport.export.build import build
-from kvexport.export.hooks.attention import PassThroughCache
+from kvexport.export.hooks.llama4 import _Positions
 from kvexport.validate.result import ValidationResult
 from kvexport.validate.runner import validate_artifact
 from tests.export.test_latent import CONFIGS as LATENT
@@ -80,12 +80,14 @@ def test_every_kind_passes_past_its_budget(kind: str, tmp_path: Path) -> None:
 def test_wrong_positions_that_export_and_reference_share_are_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The layers scale their queries by a position that they compute from the length of the cache.
+    # The layers scale their queries by their position.
     config = Llama4TextConfig(
         **models.SIZES, head_dim=16, moe_layers=[], intermediate_size_mlp=32, no_rope_layers=[0, 0], floor_scale=2,
         attn_scale=0.5, layer_types=["full_attention"] * 2,
     )  # fmt: skip
-    monkeypatch.setattr(PassThroughCache, "get_seq_length", lambda *_: 0)
+    monkeypatch.setattr(
+        _Positions, "_keep", lambda self, _, args, named: setattr(self, "ids", 0 * named["position_ids"])
+    )
     result = validated(config, tmp_path, "keepkv")
     assert result.own_kl < 1e-6 and result.mismatch is None
     assert "before anything was evicted the engine is" in result.problem

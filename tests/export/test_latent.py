@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import DeepseekV3Config, DeepseekV32Config, MiniCPM3Config
+from transformers import DeepseekV3Config, MiniCPM3Config
 
 from kvexport.artifact.reading import load_manifest
 from kvexport.backends.onnxruntime.operators import VARIABLE, implementations
@@ -123,12 +123,6 @@ def test_a_method_that_rotates_keys_is_refused(checkpoint: Path) -> None:
     method = next(name for name, kind in all_methods().items() if kind().rotary)
     with pytest.raises(UsageError, match="keys are latents"):
         read_model(recipe_of(checkpoint, 16, method))
-
-
-def test_an_indexer_is_refused_by_name(tmp_path: Path) -> None:
-    checkpoint = models.save_checkpoint(tmp_path / "checkpoint", DeepseekV32Config(**LATENT, **EXPERTS))
-    with pytest.raises(UsageError, match="picks the tokens that a query sees with an indexer"):
-        read_model(recipe_of(checkpoint, 16, "keepkv"))
 
 
 def test_another_expansion_is_refused_by_name() -> None:

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
 from kvexport.errors import UsageError
-from kvexport.export.hooks.latent import absorbed_query, expanded_output, is_latent, latent_key
+from kvexport.export.hooks.indexer import without_picks
+from kvexport.export.hooks.latent import absorbed_query, expanded_output, is_latent, latent_key, latest_expanded
 
 IMPLEMENTATION = "kvexport"
 
@@ -87,11 +89,18 @@ def cache_name(model: Any) -> str:
     return next((name for name in ("cache", "cache_params") if name in parameters), "past_key_values")
 
 
+class _NoLayers(list[Any]):
+    """The layers of a cache without any. Qwen 4 Exp asks one for the positions of earlier tokens, for its indexers."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return SimpleNamespace(indexer_position_ids=None)
+
+
 class PassThroughCache(Cache):
     """A cache that returns only new keys and values: those of earlier tokens are inputs of the ONNX graph instead."""
 
     def __init__(self, model_type: str = "the model") -> None:
-        super().__init__(layers=[])
+        super().__init__(layers=_NoLayers())
         self.model_type = model_type
 
     def as_arguments(self, model: Any) -> dict[str, Any]:
@@ -108,8 +117,7 @@ class PassThroughCache(Cache):
         if layer_idx is not None:
             raise UsageError(
                 f"layer {layer_idx} of {self.model_type} computes positions from the length of its cache, not from "
-                "position_ids (as layers without rotary embedding do that scale queries by their position); it cannot "
-                "be exported"
+                "position_ids; it cannot be exported"
             )
         return 0
 
@@ -144,11 +152,12 @@ def _attention(
 
 
 def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-    options["layer"], options["reads"] = _layers_of(module, key)
+    options = without_picks(options.pop("attention_mask"), options)
+    options["layer"], options["reads"] = _layers_of(module, latest_expanded() if is_latent(module) else key)
     if is_latent(module):
         if options.get("scaling") is None:
             options["scaling"] = key.shape[3] ** -0.5
-        latent, rotated = _cached.get()[options["layer"]]
+        latent, rotated = _cached.get()[options["layer"] if options["reads"] is None else options["reads"]]
         absorbed = absorbed_query(module, query), latent_key(latent, rotated), latent
         return expanded_output(module, _current.get().attend(module, *absorbed, options))
     return _current.get().attend(module, query, key, value, options)

@@ -66,6 +66,9 @@ class Layout:
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
+        if type(module).__name__ == "Llama4TextExperts":  # it does not declare what it is
+            module.is_concatenated = module.is_transposed = module.has_gate = True
+            module.has_bias = False
         if hasattr(module, "is_concatenated") and hasattr(module, "has_gate"):
             yield name, module
 
@@ -119,7 +122,10 @@ def experts_form(module: Any) -> ExpertsForm:
         try:
             # Each row has one gate and one up value, so that it is the same in every layout.
             rows = torch.stack([gate, up], 1)
-            expected = module._apply_gate(rows)[:, 0] if module.has_gate else module.act_fn(gate)
+            if hasattr(module, "_apply_gate"):
+                expected = module._apply_gate(rows)[:, 0]
+            else:
+                expected = module.act_fn(gate) * up if module.has_gate else module.act_fn(gate)
         except Exception as error:
             raise UsageError(f"the activation of {kind} cannot be run on its own: {error}") from error
         for form in _candidates(module):
@@ -148,11 +154,14 @@ def _candidates(module: Any) -> Iterator[ExpertsForm]:
             yield ExpertsForm("silu", gate, slope=slope, limit=limit, up_offset=1.0, bias=bias)
 
 
-def _experts(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-    """Call the placeholder of an Experts node: hidden states [N, hidden], the chosen experts and weights [N, k]."""
+def call_experts(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor, chosen: int = 0) -> Tensor:
+    """Call the placeholder of an Experts node: hidden states [N, hidden], the chosen experts and weights [N, k].
+
+    `chosen` is the number of experts of a token if that is not k, because a token has several rows.
+    """
     first = FIRST[bool(module.has_gate)]
     biases = [getattr(module, f"{name}_bias") if module.has_bias else None for name in (first, "down_proj")]
-    _chosen[module] = int(indices.shape[-1])
+    _chosen[module] = chosen or int(indices.shape[-1])
     output: Tensor = EXPERTS(
         hidden, indices, weights, getattr(module, first), biases[0], module.down_proj, biases[1],
         **_forms[module].attributes,
@@ -160,4 +169,4 @@ def _experts(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> T
     return output
 
 
-ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts)
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, call_experts)

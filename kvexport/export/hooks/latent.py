@@ -9,6 +9,8 @@ latent vector [r]. A merge of latent vectors in the KV cache therefore merges th
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +22,25 @@ from kvexport.errors import UsageError
 
 def is_latent(module: nn.Module) -> bool:
     return hasattr(module, "expand_kv")
+
+
+_expanded: ContextVar[Tensor] = ContextVar("expanded")
+
+
+def note_expansions(model: nn.Module) -> None:
+    """Let `latest_expanded` return the latent vectors that a layer of the model expands, which tell whose they are."""
+    for module in model.modules():
+        if is_latent(module):
+            module.expand_kv = partial(_expand, module.expand_kv)  # type: ignore[assignment]
+
+
+def _expand(own: Any, latent: Tensor, rotated: Tensor) -> Any:
+    _expanded.set(latent)
+    return own(latent, rotated)
+
+
+def latest_expanded() -> Tensor:
+    return _expanded.get()
 
 
 def absorbed_query(module: Any, query: Tensor) -> Tensor:

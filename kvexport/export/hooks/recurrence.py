@@ -82,6 +82,11 @@ class RecurrentCache(PassThroughCache):
                 f"layer {layer_idx} of {self.model_type} keeps a convolution state without naming the size of its "
                 "kernel; it cannot be exported"
             )
+        if conv_states.dim() != 3:
+            raise UsageError(
+                f"layer {layer_idx} of {self.model_type} keeps the ids of earlier tokens (for embeddings of n-grams); "
+                "it cannot be exported"
+            )
         batch, channels, _ = conv_states.shape
         place, kept = (layer_idx, _name("conv_state", state_idx)), conv_kernel_size - 1
         past = self.past.get(place)

@@ -20,7 +20,9 @@ from kvexport.errors import UsageError
 from kvexport.export.hooks.attention import IMPLEMENTATION
 from kvexport.export.hooks.experts import IMPLEMENTATION as EXPERTS
 from kvexport.export.hooks.experts import find_forms
-from kvexport.export.hooks.latent import check_expansions
+from kvexport.export.hooks.indexer import leave_out_indexers, picks_alone
+from kvexport.export.hooks.latent import check_expansions, note_expansions
+from kvexport.export.hooks.llama4 import route_to_experts, scale_by_positions
 from kvexport.export.hooks.own_attention import OWN, lead
 from kvexport.export.model.config import blame, first_line_of
 
@@ -82,8 +84,18 @@ def on_meta(config: Any, dtype: torch.dtype, max_length: int, attention: str = I
         )
     _initialize_buffers(model, model)
     model.tie_weights()
+    if attention == IMPLEMENTATION:
+        hook_modules(model)
+        route_to_experts(model)
     fix_rotary_frequencies(model, max_length)
     return lead(model) if attention == IMPLEMENTATION else model
+
+
+def hook_modules(model: Any) -> None:
+    """Change the modules of a model that compute in their own code what kvexport's attention needs to know."""
+    leave_out_indexers(model)
+    note_expansions(model)
+    scale_by_positions(model)
 
 
 def attention_by_part(config: Any, attention: str) -> Any:
@@ -170,8 +182,8 @@ def _has_heads(config: Any) -> bool:
 
 
 def _refuse_indexers(model: Any) -> None:
-    for name, _ in model.named_modules():
-        if (last := name.split(".")[-1]) in OWN_KEYS:
+    for name, module in model.named_modules():
+        if (last := name.split(".")[-1]) in OWN_KEYS and not picks_alone(module):
             raise UsageError(
                 f"{model.config.model_type} {OWN_KEYS[last]} ('{name}'), whose keys would have to be merged with those "
                 "of attention; it cannot be exported"

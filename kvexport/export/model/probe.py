@@ -26,6 +26,11 @@ from kvexport.plan.cache import LayerGeometry, LayerStates
 
 PROBE_POSITIONS = (1 << 20, (1 << 20) + 1, (1 << 20) + 37)
 PROBE_SPAN = 1 << 18
+SHARED = (
+    *("sliding_window", "softcap", "scale", "sink_logits", "kv_heads", "key_size", "value_size", "most_picked"),
+    "chunk",
+)
+"""What has to be equal in two layers of which one reads the cache of the other."""
 STATELESS = ("moe", "mlp")  # config.json's names of layers that compute each token by itself (Nemotron-H)
 
 
@@ -33,12 +38,13 @@ class _Probe:
     """A recorder of how each layer calls its attention, in a forward pass on fake tensors (tensors without data)."""
 
     def __init__(self, model: Any) -> None:
-        self.model_type = model.config.model_type
+        self.model_type, self.config = model.config.model_type, model.config.get_text_config()
         self.cache = RecurrentCache(self.model_type)
         self.cached: Collection[int] = ()  # layers that passed their keys to the cache
         self.layers: dict[int, LayerGeometry] = {}
         self.readers: dict[int, int] = {}  # for each layer that reads the keys of another layer: that other layer
-        self._windows: list[tuple[Any, int]] = []  # (mask, sliding window) of every mask so far; layers share masks
+        # (mask, sliding window, chunk) of every mask so far; layers share masks
+        self._windows: list[tuple[Any, int, int]] = []
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         index = options["layer"]
@@ -51,9 +57,9 @@ class _Probe:
         if index not in self.cached and source is None:
             raise UsageError(f"{name} reads keys that no layer has passed to the cache")
         mask = options["attention_mask"]
-        if not any(mask is seen for seen, _ in self._windows):
-            self._windows.append((mask, self._window(name, mask)))
-        window = next(window for seen, window in self._windows if mask is seen)
+        if not any(mask is seen for seen, *_ in self._windows):
+            self._windows.append((mask, *self._window(name, mask, self._chunk_of(index))))
+        window, chunk = next((window, chunk) for seen, window, chunk in self._windows if mask is seen)
         declared = options.get("sliding_window") or 0
         if window != declared and declared:
             raise UsageError(f"{name} declares a window of {declared}, but its mask shows {window or 'every position'}")
@@ -69,6 +75,8 @@ class _Probe:
             sink_logits=options.get("s_aux") is not None,
             value_in_key=is_latent(module),
             position_in_key=options.get("alibi", False),
+            most_picked=options["most_picked"],
+            chunk=chunk,
         )
         if source is None:
             self.layers[index] = geometry
@@ -77,10 +85,18 @@ class _Probe:
             _require_same_attention(name, geometry, source, self.layers[source])
         return query.new_empty(*query.shape[:3], value.shape[3])
 
-    def _window(self, name: str, mask: PositionMask | None) -> int:
-        """Return how many positions a query sees, its own included; 0 if it sees all earlier positions."""
+    def _chunk_of(self, layer: int) -> int:
+        kinds = getattr(self.config, "layer_types", None) or ()
+        chunked = layer < len(kinds) and kinds[layer] == "chunked_attention"
+        return int(self.config.attention_chunk_size) if chunked else 0
+
+    def _window(self, name: str, mask: PositionMask | None, chunk: int) -> tuple[int, int]:
+        """Return how many positions a query sees, its own included; 0 if it sees all earlier positions of its chunk.
+
+        The second number is `chunk` if positions are in chunks of that size, otherwise 0.
+        """
         if mask is None:
-            return 0
+            return 0, 0
         widths = set()
         for q in PROBE_POSITIONS:
             visible: Any
@@ -90,10 +106,12 @@ class _Probe:
                     visible = torch.as_tensor(mask.visible(zero, zero, query, keys)).expand(keys.shape[0])
                 except IndexError:  # the mask looks positions up among the tokens of this call
                     visible = None
+                if isinstance(visible, FakeTensor) and chunk:  # chunks begin at the first token that is no padding
+                    return 0, chunk
                 if visible is None or isinstance(visible, FakeTensor):
                     raise UsageError(
-                        f"{name} has a mask that depends on more than positions (attention in chunks or blocks); it "
-                        "cannot be kept in a merging cache"
+                        f"{name} has a mask that depends on more than positions (attention in blocks); it cannot be "
+                        "kept in a merging cache"
                     )
                 count = int(visible.sum())
                 plain = bool(visible[-1 - count : -1].all())
@@ -107,7 +125,7 @@ class _Probe:
             raise UsageError(
                 f"{name} attends in chunks of positions (a mask that is neither causal nor a sliding window)"
             )
-        return widths.pop()
+        return widths.pop(), 0
 
 
 class Layout(NamedTuple):
@@ -160,7 +178,7 @@ def probe_layers(model: Any, mode: FakeTensorMode) -> Layout:
 
 def _require_same_attention(name: str, geometry: LayerGeometry, source: int, own: LayerGeometry) -> None:
     """Raise UsageError if a layer reads a KV cache of another layer with attention of another kind."""
-    for field in ("sliding_window", "softcap", "scale", "sink_logits", "kv_heads", "key_size", "value_size"):
+    for field in SHARED:
         here, there = getattr(geometry, field), getattr(own, field)
         if here != there:
             raise UsageError(
@@ -180,13 +198,13 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _keep_read(model: Any, reads: _Reads) -> None:
-    """Remove the parameters that a forward pass does not read, and keep their names in `model.unread_parameters`."""
+    """Remove the parameters that a forward pass does not read, and add their names to `model.unread_parameters`."""
     unread = {name for name, x in model.named_parameters(remove_duplicate=False) if id(x) not in reads.ids}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in reads.ids:
                 module._parameters[name] = None
-    model.unread_parameters = unread
+    model.unread_parameters |= unread
 
 
 def _refuse_other_inputs(model: Any) -> None:

@@ -29,7 +29,7 @@ from kvexport.quiet import quiet_exporter
 from kvexport.schema.state import STATE, STATE_NAMES, scales_of
 from kvexport.validate.float64 import as_ever, in_float64
 from kvexport.validate.slots import slots_for
-from kvexport.validate.weights import load_model
+from kvexport.validate.weights import Held, load_model
 
 Arrays = dict[str, NDArray[Any]]
 State = tuple[Tensor, ...]  # the state tensors of one cache, in the order of `LayerCache.state`
@@ -89,8 +89,9 @@ class TorchReference:
     ) -> None:
         self.plan, self.geometry, self.method = plan, geometry, method
         self._last_logits = recipe.export.logits == "last"
+        self.held: Held = {}
         with quiet_exporter():
-            self.model = load_model(checkpoint, recipe, IMPLEMENTATION)
+            self.model = load_model(checkpoint, recipe, IMPLEMENTATION, self.held)
         fix_rotary_frequencies(self.model, recipe.rotary_length)
         self._token_logits, self._images = TokenLogits(self.model), ImageRows(self.model, row_size)
         if plan.rotary_offset:
@@ -236,13 +237,15 @@ def full_logits(
     tokens: list[NDArray[np.int64]],
     positions: list[list[int]],
     images: Mapping[str, Tensor],
+    held: Held,
 ) -> list[dict[int, NDArray[np.float32]]]:
     """Return the logits [vocabulary] of the uncompressed Hugging Face model at given positions of each sequence.
 
-    The model runs with its own attention and KV cache. `images` are its arguments for images in the first sequence.
+    The model runs with its own attention and KV cache. `images` are its arguments for images in the first sequence, and
+    `held` the weights that the reference has read.
     """
     with quiet_exporter():
-        model = _load_attending(checkpoint, recipe)
+        model = _load_attending(checkpoint, recipe, held)
     picked: list[int] = []
 
     def pick(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -262,11 +265,11 @@ def full_logits(
     return logits_of
 
 
-def _load_attending(checkpoint: Checkpoint, recipe: Any) -> Any:
+def _load_attending(checkpoint: Checkpoint, recipe: Any, held: Held) -> Any:
     """Load the Hugging Face model with transformers' attention: sdpa in float32 if supported, otherwise eager."""
     if recipe.model.dtype == "float32":
         try:
-            return load_model(checkpoint, recipe, "sdpa")
+            return load_model(checkpoint, recipe, "sdpa", held)
         except ValueError:
             pass
-    return load_model(checkpoint, recipe, "eager")
+    return load_model(checkpoint, recipe, "eager", held)

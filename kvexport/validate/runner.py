@@ -19,19 +19,34 @@ import numpy as np
 from kvexport import backends
 from kvexport.artifact.reading import load_manifest
 from kvexport.engine.load import load
+from kvexport.machine import TORCH_BYTES, release_mapped, require_memory
 from kvexport.packages import require
 from kvexport.recipe.fields import Recipe
 from kvexport.terminal import Progress, silent
+from kvexport.units import format_bytes, format_seconds
 from kvexport.validate.layers import require_checkpoint
 from kvexport.validate.result import ValidationResult
 from kvexport.validate.slots import used_plan
-from kvexport.validate.tokens import IMAGE, Ids, continued_prompts, later_calls, schedule, sequences
+from kvexport.validate.tokens import (
+    COPIES,
+    IMAGE,
+    Ids,
+    continued_prompts,
+    default_batch,
+    later_calls,
+    schedule,
+    sequences,
+)
 
 if TYPE_CHECKING:
+    from kvexport.artifact.manifest import Manifest
+    from kvexport.export.model.tensors import ModelShape
     from kvexport.validate.reference import TorchReference
 
 WHOLE_CALLS = 3  # calls of each phase (prefill, decode) that are compared with float64 and in place
-FLOAT64 = 4.0  # duration of a call in float64, as a multiple of the reference's
+# Durations, as multiples of a call of the reference: of a comparison of a call (True: of a prompt, whose tokens the
+# uncompressed model reads as well), and of its comparison with float64.
+RUNS, FLOAT64 = {True: 4.0, False: 2.0}, 4.0
 # The allowed mean KL(PyTorch || engine) of independent runs in nats. SmolLM2 in float32 has 1e-9 without ties in
 # merges, and 1e-7 with some.
 OWN_KL = {"float32": 1e-5, "float16": 1e-2}
@@ -49,6 +64,7 @@ def validate_artifact(
 ) -> ValidationResult:
     require("validate")
     from kvexport.export.build import read_model
+    from kvexport.export.weights.write import DATA_FILE
     from kvexport.validate.compare import LAYERS, tolerance_of
     from kvexport.validate.comparison import Comparison
     from kvexport.validate.divergence import compared_positions, mean_kl_at, measure_divergence, untouched_positions
@@ -66,9 +82,12 @@ def validate_artifact(
         if recipe.model.mmproj:  # the encoder of a GGUF file moved with it
             named["mmproj"] = str(Path(checkpoint).with_name(Path(recipe.model.mmproj).name))
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=named)})
-    with progress("loading PyTorch and the engine", None):
+    with progress("reading the model", None):
         shape = read_model(recipe)
         require_checkpoint(shape.checkpoint, manifest, path)
+    needed = _memory(shape, manifest, batch)
+    require_memory(needed, "the comparison with PyTorch", "--batch 1, or --layers N for the first layers")
+    with progress(f"loading PyTorch and the engine, which take about {format_bytes(needed)} of memory", None):
         # CUDA graphs are off, because a captured one reads its inputs from fixed addresses, and here every call has its
         # own buffers. `shipped_difference` compares answers with graphs.
         engine = load(path, backend=backend, cuda_graph=False, verify=False, float_input=True)
@@ -77,6 +96,7 @@ def validate_artifact(
         tokens, texts = sequences(engine, length, batch, seed, () if picture is None else picture.ids.tolist())
         used = used_plan(engine.plan, max(map(len, tokens)) + recipe.export.prefill_chunk)
         row_size = 0 if manifest.images is None else manifest.images.hidden
+        release_mapped(path / DATA_FILE)
         reference = TorchReference(shape.checkpoint, used, shape.geometry, method, recipe, row_size)
     tolerance = asdict(tolerance_of(LAYERS, recipe.model.dtype, recipe.cache_dtype))
     tolerance.pop("rounding")
@@ -94,6 +114,7 @@ def validate_artifact(
     )
     _quiet_polygraphy()
     comparison, pixels = Comparison(engine, runtime.runners(engine.model, manifest), reference, result), {}
+    release_mapped(path / DATA_FILE)
     if picture is not None and texts[0].startswith(IMAGE):
         with progress("encoding an image", None):
             pixels = picture.arguments(shape.checkpoint, shape.model.config)
@@ -105,7 +126,7 @@ def validate_artifact(
     calls = list(schedule(tokens, recipe.export.prefill_chunk, later, borders))
     whole = _whole_calls([prefill for _, prefill in calls])
     about = _estimate(reference, calls, len(whole))
-    with progress(f"comparing {len(calls)} calls, {about}", len(calls)) as bar:
+    with progress(f"comparing {len(calls)} calls, about {about}", len(calls)) as bar:
         for i, (call_tokens, prefill) in enumerate(calls):
             comparison.step(call_tokens, prefill=prefill, unread=continued_prompts(calls[i + 1 :]), whole=i in whole)
             bar.advance(1)
@@ -115,8 +136,9 @@ def validate_artifact(
         positions = compared_positions(own, result.budgets)
         untouched = untouched_positions(own, result.budgets if _is_exact(recipe, shape.model.config) else [0])
         every = [sorted({*a, *b}) for a, b in zip(positions, untouched, strict=True)]
+        held = reference.held
         del engine, reference, comparison  # frees memory for the uncompressed model
-        full = full_logits(shape.checkpoint, recipe, tokens, every, pixels)
+        full = full_logits(shape.checkpoint, recipe, tokens, every, pixels, held)
         measure_divergence(result, tokens, positions, own, full)
         result.first_kl, result.first_compared = mean_kl_at(untouched, own, full)
     if where != "cpu":
@@ -151,15 +173,28 @@ def _whole_calls(prefill: list[bool]) -> set[int]:
     return calls
 
 
+def _memory(shape: ModelShape, manifest: Manifest, batch: int | None) -> int:
+    """Return about how many bytes a comparison takes: two sessions of the engine, PyTorch's weights, and the caches."""
+    from kvexport.validate.weights import BYTES
+
+    parameters, packed = sum(parameter.numel() for parameter in shape.model.parameters()), manifest.model.packed
+    weights = parameters * (BYTES if packed else np.dtype(manifest.recipe.model.dtype).itemsize)
+    states = COPIES * manifest.cache.bytes(batch or default_batch(manifest.cache, manifest.limits))
+    return TORCH_BYTES + 2 * manifest.bytes + int(weights) + states
+
+
 def _estimate(reference: TorchReference, calls: list[tuple[list[Ids], bool]], whole: int) -> str:
+    """Return about how long the comparison takes, and the run of the uncompressed model that follows it."""
     seconds = 0.0
     for phase in (True, False):
-        of_phase = [call_tokens for call_tokens, prefill in calls if prefill == phase]
+        of_phase = [[len(ids) for ids in tokens] for tokens, prefill in calls if prefill == phase]
         if of_phase:
-            widest = max(of_phase, key=lambda call_tokens: max(map(len, call_tokens)))
-            trial = reference.time_decode(len(widest), max(map(len, widest)))
-            seconds += trial * (2.0 * len(of_phase) + FLOAT64 * whole / 2)
-    return f"about {seconds:.0f} s" if seconds < 100 else f"about {seconds / 60:.0f} minutes"
+            widest = max(of_phase, key=max)
+            trial = reference.time_decode(len(widest), max(widest))
+            most = len(widest) * max(widest)
+            number = sum(map(sum, of_phase)) / most if phase else len(of_phase)  # short calls take less time
+            seconds += trial * (RUNS[phase] * number + FLOAT64 * whole / 2)
+    return format_seconds(seconds)
 
 
 def _quiet_polygraphy() -> None:

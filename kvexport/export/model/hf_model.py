@@ -71,8 +71,14 @@ def on_meta(config: Any, dtype: torch.dtype, max_length: int, attention: str = I
     text = config.get_text_config()
     if getattr(text, "use_bidirectional_attention", None) == "vision":  # among the tokens of an image, not in text
         text.use_bidirectional_attention = None
+    model = without_weights(config, dtype, attention, EXPERTS if attention == IMPLEMENTATION else "eager")
+    fix_rotary_frequencies(model, max_length)
+    return model
+
+
+def without_weights(config: Any, dtype: torch.dtype, attention: str, experts: str) -> Any:
+    """Make a model of transformers whose parameters have no memory; buffers that no checkpoint stores are real."""
     with torch.device("meta"):
-        experts = EXPERTS if attention == IMPLEMENTATION else "eager"
         model = auto_class(config).from_config(
             config,
             dtype=dtype,
@@ -81,7 +87,6 @@ def on_meta(config: Any, dtype: torch.dtype, max_length: int, attention: str = I
         )
     _initialize_buffers(model, model)
     model.tie_weights()
-    fix_rotary_frequencies(model, max_length)
     return model
 
 

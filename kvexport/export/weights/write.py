@@ -112,12 +112,12 @@ def write_weights(specs: Sequence[Spec], staging: Path, progress: Callable[[int]
     with (staging / DATA_FILE).open("xb") as stream, ThreadPoolExecutor(1) as hasher:
         data = _DataFile(stream, hasher)
         for spec in _distinct(specs):
-            placed[_key(spec)] = data.append_all(spec, progress)
+            placed[weight_key(spec)] = data.append_all(spec, progress)
         # The artifact is synced when it is published, which is faster if the weights are on the disk by then.
         sync(stream)
     digests = {DATA_FILE: data.hexdigest()}
     components = {
-        component_name(spec.name, component): at for spec in specs for component, at in placed[_key(spec)].items()
+        component_name(spec.name, component): at for spec in specs for component, at in placed[weight_key(spec)].items()
     }
     return WrittenWeights(components, digests)
 
@@ -188,7 +188,7 @@ def _bytes(block: np.ndarray[Any, Any]) -> memoryview:
     return np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
 
 
-def _key(spec: Spec) -> Key:
+def weight_key(spec: Spec) -> Key:
     """Return what a weight's bytes in the artifact depend on; weights with equal keys are written once."""
     return (spec.entry if isinstance(spec, TensorSpec) else spec.source, spec.dtype)
 
@@ -196,5 +196,5 @@ def _key(spec: Spec) -> Key:
 def _distinct(specs: Sequence[Spec]) -> list[Spec]:
     first: dict[Key, Spec] = {}
     for spec in specs:
-        first.setdefault(_key(spec), spec)
+        first.setdefault(weight_key(spec), spec)
     return list(first.values())

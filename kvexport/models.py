@@ -201,8 +201,8 @@ def find_artifact(
     overrides: Sequence[str] = (),
     calibrate: bool | None = None,
     progress: Show = silent,
-) -> Path:
-    """Return the artifact folder of a model, built into the user's cache folder if it is not there yet.
+) -> tuple[Path, bool]:
+    """Return the artifact folder of a model, and whether it was built now, into the user's cache folder.
 
     The folder's name contains a hash of the checkpoint's headers, of the size and time of its files, of the recipe, of
     `calibrate` and of kvexport's version. A model that changes in place is therefore built again. A `source` that is
@@ -219,8 +219,9 @@ def find_artifact(
                 f"{source} is no model but an artifact, whose budget, length and settings are fixed",
                 "leave --budget, --max-length, --calibrate and --set out, or name the model in place of the artifact",
             )
-        return Path(source)
+        return Path(source), False
     recipe = model_recipe(source, budget, max_length=max_length, overrides=overrides)
+    from kvexport.calibrate.default import with_measured_budgets
     from kvexport.export.build import build
     from kvexport.export.model.cached import cache_folder, make_cache_folder
     from kvexport.export.model.checkpoint import open_checkpoint
@@ -230,12 +231,17 @@ def find_artifact(
         checkpoint = open_checkpoint(named.path, named.revision, mmproj=named.mmproj)
     folder = cache_folder("artifacts") / f"{recipe.name}-{_key(recipe, checkpoint, calibrate)[:16]}"
     if is_artifact(folder):
-        return folder
+        return folder, False
     make_cache_folder(folder.parent)
-    recipe = calibrated_recipe(
-        source, budget, max_length=max_length, overrides=overrides, calibrate=calibrate, progress=progress
-    )
-    return build(recipe.recipe, folder, name=recipe.name, divergence=recipe.divergence, progress=progress)
+
+    def changed(settings: Sequence[str]) -> LoadedRecipe:
+        return model_recipe(source, budget, max_length=max_length, overrides=[*overrides, *settings])
+
+    measured = with_measured_budgets(recipe, changed, calibrate=calibrate, progress=progress)
+    facts: Any = {"name": measured.name, "divergence": measured.divergence}
+    if measured is recipe:  # else it may have been rewritten since it was read
+        facts["checkpoint"] = checkpoint
+    return build(measured.recipe, folder, **facts, progress=progress), True
 
 
 def is_model(source: str) -> bool:
@@ -370,7 +376,8 @@ def load(
         backend: The backend's name; None takes the recipe's.
         device: "cpu" or "cuda", for backends that have the choice; None takes the recipe's.
         cuda_graph: Whether decode steps are recorded as CUDA graphs, for backends that can; None takes the recipe's.
-        verify: False skips the sha256 of the artifact's files. See `kvexport.engine.load.load`.
+        verify: False skips the sha256 of the artifact's files, which are not read again after a build. See
+            `kvexport.engine.load.load`.
         float_input: Whether packed (4- or 8-bit) weights are multiplied with unrounded inputs.
         lanes: The largest number of sequences that run at once; None takes that of `options`.
         adapters: The folders of LoRA adapters in PEFT's format, by the names that requests use.
@@ -387,7 +394,7 @@ def load(
     """
     from kvexport.engine.load import load as load_artifact
 
-    path = find_artifact(
+    path, built = find_artifact(
         source, budget, max_length=max_length, overrides=overrides, calibrate=calibrate, progress=progress
     )
     return load_artifact(
@@ -396,7 +403,7 @@ def load(
         backend=backend,
         device=device,
         cuda_graph=cuda_graph,
-        verify=verify,
+        verify=verify and not built,
         float_input=float_input,
         lanes=lanes,
         adapters=adapters,

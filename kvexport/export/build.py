@@ -114,6 +114,7 @@ def build(
     plan: CachePlan | None = None,
     shared: SharedWeights | None = None,
     divergence: Divergence | None = None,
+    checkpoint: Checkpoint | None = None,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> Path:
     backend = backends.get(recipe.backend.name)
@@ -121,9 +122,10 @@ def build(
     with staging(out) as folder, _collector_paused():
         from kvexport.export.texts import check_generation, copy_texts
 
-        with progress("reading the checkpoint", None):
-            checkpoint = _checkpoint_of(recipe)
-            read = checkpoint.facts()
+        if checkpoint is None:
+            with progress("reading the checkpoint", None):
+                checkpoint = _checkpoint_of(recipe)
+        read = checkpoint.facts()
 
         def texts() -> bytes:
             copy_texts(checkpoint, folder)

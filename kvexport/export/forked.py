@@ -13,25 +13,29 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 PATIENCE_SECONDS = 300.0
+WATCH_SECONDS = 0.1
 
 
 @contextmanager
-def forked(work: Callable[[], bytes]) -> Iterator[Callable[[], bytes]]:
+def forked(work: Callable[[], bytes]) -> Iterator[Callable[..., bytes]]:
     """Start `work` in a forked process, and yield a function that waits for the result of `work`.
 
     The forked process ends with the context at the latest. If no process can or should be forked (`can_fork`), or if it
     fails or does not answer within `PATIENCE_SECONDS`, the calling process runs `work` itself when the result is
-    needed, and raises the exceptions of `work`.
+    needed, and raises the exceptions of `work`. With a function `watch` as its argument, the yielded function waits
+    for as long as the process lives, and calls `watch` meanwhile.
     """
     if not can_fork():
-        yield work
+        yield lambda watch=None: work()
         return
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(work, sender), daemon=True)
 
-    def result() -> bytes:
+    def result(watch: Callable[[], None] | None = None) -> bytes:
         with suppress(EOFError, OSError):
+            while watch and not receiver.poll(WATCH_SECONDS):
+                watch()
             if receiver.poll(PATIENCE_SECONDS):
                 return receiver.recv_bytes()
         return work()

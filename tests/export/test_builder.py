@@ -21,31 +21,6 @@ from kvexport.schema.operators import VOTE_ATTENTION
 from tests.support import models
 
 
-def endless(advance: Callable[[int], None]) -> None:
-    for _ in range(3000):
-        advance(1)
-        time.sleep(0.01)
-    raise AssertionError("nobody ended this")
-
-
-def test_background_work_ends_with_the_block() -> None:
-    amounts: list[int] = []
-    interval = sys.getswitchinterval()
-    with pytest.raises(UsageError, match="of the block"), stages.in_background(endless, amounts.append) as running:
-        assert sys.getswitchinterval() < interval
-        while len(amounts) < 3:
-            time.sleep(0.01)
-        raise UsageError("of the block")
-    assert running.done() and 3 <= len(amounts) < 3000 and sys.getswitchinterval() == interval
-
-
-def test_background_work_returns_its_result_or_error() -> None:
-    with stages.in_background(lambda advance: advance(2), [].append) as running:
-        assert running.result() is None
-    with pytest.raises(OSError, match="full"), stages.in_background(fails, [].append) as running:
-        running.result()
-
-
 def fails(advance: Callable[[int], None]) -> None:
     raise OSError("full")
 

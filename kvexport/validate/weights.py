@@ -40,18 +40,18 @@ def load_model(checkpoint: Checkpoint, recipe: Any, attention: str, held: Held |
     """
     dtype, config = getattr(torch, recipe.model.dtype), load_config(str(checkpoint.path), recipe)
     if not checkpoint.computed and recipe.weights.bits is None:
-        model: Any = auto_class(config).from_pretrained(
+        loaded: Any = auto_class(config).from_pretrained(
             str(checkpoint.path),
             dtype=dtype,
             attn_implementation=attention_by_part(config, attention),
             experts_implementation="eager",  # the default refuses float64
             use_safetensors=True,
         )
-        head = output_projection(model)
+        head = output_projection(loaded)
         if type(head) is nn.Linear:
-            head.forward = _in_blocks(head, head.weight)  # type: ignore[method-assign]
-        return model.eval()
-    model = without_weights(config, dtype, attention, "eager")
+            setattr(head, "forward", _in_blocks(head, head.weight))  # noqa: B010
+        return loaded.eval()
+    model: Any = without_weights(config, dtype, attention, "eager")
     buffers_as_parameters(model)
     layouts, held, given = expert_layouts(model), {} if held is None else held, set[tuple[int, str]]()
     for spec in weight_specs(checkpoint, model, recipe):
@@ -88,10 +88,13 @@ class Packed:
         self.parts = {name: torch.from_numpy(np.concatenate(parts.pop(name))) for name in list(parts)}
         self.shape = self.parts["numbers"].shape
 
-    @as_ever
     def rows(self, rows: slice | Tensor = slice(None)) -> Tensor:
+        values: Tensor = as_ever(self._rows)(rows)
+        return values
+
+    def _rows(self, rows: slice | Tensor) -> Tensor:
         part = {name: x[rows] for name, x in self.parts.items()}
-        values = part["numbers"].unflatten(1, (-1, self.group)).float()
+        values = part["numbers"].view(len(part["numbers"]), -1, self.group).float()
         if "zero" in part:
             values -= part["zero"][..., None]
         values *= part["scale"][..., None]

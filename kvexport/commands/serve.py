@@ -113,10 +113,6 @@ def serve(
             min=0, metavar="SECONDS", help="Limit the time that several prompts in one call may hold up other requests."
         ),
     ] = 0.1,
-    preempt: Annotated[
-        bool,
-        request_option("--preempt", help="Let a request take the lane of a request with a worse priority."),
-    ] = False,
     reasoning: Annotated[
         bool,
         request_option(help="Separate <think> ... </think> from the answer."),
@@ -194,7 +190,6 @@ def serve(
         api_keys=keys,
         hosts=tuple(allow_host or ()),
         origins=tuple(allow_origin or ()),
-        preempts=preempt,
         reasoning=reasoning,
         pins_system=pin_system,
         queue=queue,

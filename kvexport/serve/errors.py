@@ -10,7 +10,6 @@ from kvexport.errors import (
     EngineEndedError,
     EnvironmentProblem,
     KvexportError,
-    QueueFullError,
     UsageError,
     lacks_files,
 )
@@ -65,7 +64,7 @@ def api_error(error: BaseException) -> ApiError:
         field = _FIELD.match(error.problem)
         message = f"{error.problem} ({error.fix})" if error.fix else error.problem
         return ApiError(400, message, param=field and field[1])
-    if isinstance(error, QueueFullError | DeadlineError):
+    if isinstance(error, DeadlineError):
         return overloaded(error.problem)
     if isinstance(error, EngineEndedError):
         return engine_failed()

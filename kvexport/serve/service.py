@@ -81,7 +81,6 @@ class Service:
         options = replace(
             engine.options,
             latency_budget=settings.latency_budget,
-            preempts=settings.preempts,
             prefix_memory=settings.prefix_memory,
         )
         served = engine.with_options(options)

@@ -23,9 +23,6 @@ class ServeSettings:
     api_keys: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()  # further host names that a server without keys accepts
     origins: tuple[str, ...] = ()  # origins of web pages that may call the server, besides its own page
-    # Whether a waiting request takes the lane of a running request with a higher `priority` number, which continues
-    # later
-    preempts: bool = False
     # Whether reasoning is separated from the text of answers, for models whose chat template has reasoning
     reasoning: bool = True
     # Whether the first system messages and tools of conversations are pinned, if the artifact has room for them

@@ -75,9 +75,6 @@ def measure(service: Service) -> None:
     sessions = service.sessions
     metrics.gauge("kvexport:session_bytes", "Bytes of the sessions in memory.", lambda: sessions.memory_bytes)
     metrics.gauge("kvexport:session_disk_bytes", "Bytes of the session files.", lambda: sessions.disk_bytes)
-    metrics.counter(
-        "vllm:num_preemptions", "Requests that lost their lane to a better priority.", lambda: engine.preemptions
-    )
     metrics.counter("kvexport:merges", "Merges, which bring a lane's cache back to its budget.", lambda: lanes.merges)
 
 

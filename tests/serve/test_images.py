@@ -1,4 +1,4 @@
-"""Images in requests: the three APIs, their bounds, files below a folder, sessions, prefixes and preemption."""
+"""Images in requests: the three APIs, their bounds, files below a folder, sessions and prefixes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(engine: Engine, folder: Path) -> Iterator[Running]:
-    with running(engine, image_folder=str(folder), preempts=True) as server:
+    with running(engine, image_folder=str(folder)) as server:
         yield server
 
 
@@ -396,8 +396,8 @@ def test_a_response_continues_one_with_an_image(server: Running, engine: Engine)
     assert answer_of(second[2], "responses") == expected(engine, (ONE, "what?"), (text,), ("and?",))
 
 
-def test_batches_and_preemption_change_no_answer(server: Running, engine: Engine) -> None:
-    """Eight requests with images on four lanes; those that come later take the lanes of those before them."""
+def test_batches_change_no_answer(server: Running, engine: Engine) -> None:
+    """Eight requests with images on four lanes; those that come later begin first."""
     contents = [("a" * i, ONE if i % 2 else TWO, "b" * (3 * i), *([ONE] if i % 3 else [])) for i in range(8)]
     right = [expected(engine, content) for content in contents]
     found: list[Any] = [None] * len(contents)
@@ -413,26 +413,6 @@ def test_batches_and_preemption_change_no_answer(server: Running, engine: Engine
     for thread in threads:
         thread.join()
     assert found == right
-
-
-def test_an_image_that_is_half_read_survives_preemption(engine: Engine) -> None:
-    from kvexport.engine.options import EngineOptions
-    from kvexport.engine.request import Request
-
-    one = engine.with_options(EngineOptions(lanes=1, preempts=True))
-    settings = engine.settings(max_new_tokens=5, do_sample=False)
-    ids, images = engine.encode_with_images("abc<image>def<image>", [ONE, TWO])
-    request, other = Request(ids, settings, images=images, priority=1), Request("xyz", settings)
-    one.add(request)
-    while request.done < 16:
-        one.step()
-    assert request.places[: request.done].any() and request.places[request.done :].any()
-    one.add(other)
-    while one.busy:
-        one.step()
-    assert one.preemptions == 1
-    right = engine.generate("abc<image>def<image>", images=[ONE, TWO], max_new_tokens=5, do_sample=False)
-    assert [token.id for token in request.tokens] == right[0].token_ids
 
 
 def test_the_async_engine_takes_images(engine: Engine) -> None:

@@ -31,7 +31,7 @@ from kvexport.serve.sessions import ENDS, RESTARTED
 from kvexport.serve.settings import ServeSettings
 from kvexport.serve.stats import measure, slots, stats
 from kvexport.serve.streams import ClientGone
-from kvexport.serve.tokens import detokenize, embeddings, tokenize
+from kvexport.serve.tokens import detokenize, tokenize
 from kvexport.version import __version__
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
@@ -207,5 +207,4 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("DELETE", "/v1/sessions/{name}", delete_session),
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
-    ("POST", "/v1/embeddings", embeddings),
 ]

@@ -1,4 +1,4 @@
-"""The routes /tokenize and /detokenize, with vLLM's fields, and the refusal of /v1/embeddings."""
+"""The routes /tokenize and /detokenize, with vLLM's fields."""
 
 from __future__ import annotations
 
@@ -58,10 +58,3 @@ async def detokenize(service: Service, request: Request) -> Response:
     body = await service.read(request, DetokenizeBody)
     service.check_model(body.model)
     return JSONResponse({"prompt": await service.prompts.text_of(body.tokens)})
-
-
-async def embeddings(service: Service, request: Request) -> Response:
-    """Answer /v1/embeddings: an error, because the graphs of artifacts return logits and no hidden states."""
-    model = service.check_model((await service.read(request, Body)).model)
-    message = f"{model} generates text and gives no embeddings: serve an embedding model beside it (vllm, llama-server)"
-    raise ApiError(400, message, code="unsupported_model", param="model")

@@ -120,7 +120,6 @@ def test_tokens_and_text(server: Running) -> None:
         ("/tokenize", {"messages": [], "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
         ("/detokenize", {"tokens": [1 << 40]}, "tokens"),
         ("/detokenize", {"tokens": "abc"}, "tokens"),
-        ("/v1/embeddings", {"input": "a"}, "model"),
     ],
 )
 def test_unsupported_fields_are_refused_by_name(server: Running, path: str, body: Any, param: str | None) -> None:

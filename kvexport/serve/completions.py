@@ -25,8 +25,6 @@ _TOKENS = 16  # the length of an answer if the request has no max_tokens, as in 
 
 
 class CompletionBody(Sampling):
-    """Schema of the JSON body of /v1/completions."""
-
     prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
     max_tokens: int | None = Field(None, ge=1)
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -35,7 +33,6 @@ class CompletionBody(Sampling):
     best_of: int | None = None
 
     def prompts(self) -> Sequence[str | Sequence[int]]:
-        """Return the prompts of a completion request, each as text or token ids."""
         refuse(self, "suffix", ("",), "the model continues a prompt and fills no gap in it")
         refuse(self, "best_of", (1, self.n or 1), "the server returns all n answers")
         refuse(self, "echo", (False,), "an answer has no text and no log probabilities of its prompt")
@@ -50,7 +47,6 @@ def _is_nested(prompt: list[Any]) -> bool:
 
 
 async def completions(service: Service, request: Request) -> Response:
-    """Answer /v1/completions: continue prompts, as one JSON object or as a stream."""
     body = await service.read(request, CompletionBody)
     model = service.check_model(body.model)
     texts = TokenTexts(service.engine.tokenizer)
@@ -89,8 +85,6 @@ async def completions(service: Service, request: Request) -> Response:
 
 
 class CompletionStream:
-    """Writer of the server-sent events of a streamed completion."""
-
     def __init__(
         self,
         head: dict[str, Any],
@@ -112,7 +106,6 @@ class CompletionStream:
         return self._chunk(i, text, logprobs, update.finish_reason) if text or logprobs or update.finish_reason else b""
 
     def end(self) -> bytes:
-        """Return the last server-sent events: the token counts, if the client wants them, and [DONE]."""
         if not self._usage:
             return DONE
         return event({**self._head, "choices": [], "usage": usage_of(self._requests, self._usage)}) + DONE

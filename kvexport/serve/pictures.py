@@ -35,7 +35,6 @@ class Picture(NamedTuple):
         return ApiError(400, f"{self.where}: {problem}", param=self.where, code="invalid_image")
 
     def open(self) -> Image:
-        """Return the image, decoded within bounds. Raise ApiError if it cannot be used."""
         found = _DATA.match(self.url)
         if found is None and self.url[:5].lower() == "data:":
             raise self.refused(f"the data: URI is no image in base64: {_SENT}")
@@ -62,7 +61,6 @@ class Picture(NamedTuple):
 
 
 def picture_of(part: Mapping[str, Any], where: str) -> Picture:
-    """Return the image of a message's part: OpenAI's image_url or input_image, or Anthropic's image."""
     source = part.get("source" if part["type"] == "image" else "image_url")
     if isinstance(source, Mapping) and source.get("type") == "base64":
         url: Any = f"data:{source.get('media_type')};base64,{source.get('data')}"

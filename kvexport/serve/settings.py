@@ -15,8 +15,6 @@ KEY_VARIABLE = "KVEXPORT_API_KEY"  # an API key of a server
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """The limits and options of an HTTP server."""
-
     # Names of the model in requests. /v1/models lists the first one. "*" accepts any name.
     names: tuple[str, ...] = ("kvexport",)
     # API keys; every client needs one of them. Without keys every client that reaches the server may use it.
@@ -57,7 +55,6 @@ _KEY = re.compile(r"[!-~]+")  # visible ASCII: a header cannot carry other chara
 
 
 def check_keys(keys: Sequence[str]) -> None:
-    """Raise UsageError unless every API key is visible ASCII without spaces."""
     for number, key in enumerate(keys, 1):
         if not _KEY.fullmatch(key):
             wrong = "has characters other than visible ASCII" if key else "is empty"

@@ -113,16 +113,7 @@ class Engine(EngineCore):
         on_prefill: Callable[[int, int], None] | None = None,
         pins: Sequence[Ranges] = (),
     ) -> Iterator[Token]:
-        """Generate answers token by token as `stream` does, to prompts from `encode_with_images`.
-
-        Args:
-            prompts: Token ids of each prompt, and its encoded images; None without images.
-            settings: The generation settings.
-            adapter: The name of the LoRA adapter that answers; None for the model without an adapter.
-            logits_processor: A function, or several, that changes the logits before every token, as in `stream`.
-            on_prefill: A function called after every prompt chunk, as in `stream`.
-            pins: For each prompt the ranges (first, end) of its tokens that are pinned, as in `stream`; empty for none.
-        """
+        """Generate answers as `stream` does, to prompts from `encode_with_images`, each with the ranges of its pins."""
         batch = [(self.encode(prompt), images) for prompt, images in prompts]
         bundle, processors = Bundle(), as_processors(logits_processor)
         requests = [

@@ -300,14 +300,8 @@ def pins_after(
     """Return the ranges of `ids`, which continue a snapshot, that a conversation pins; None if the snapshot cannot.
 
     A snapshot cannot be continued if it has other pinned tokens than the conversation: tokens that were not pinned when
-    they were read may be merged already.
-
-    Args:
-        snapshot: The snapshot.
-        ids: The token ids that the conversation adds to those of the snapshot, from `next_turn`.
-        whole: The token ids of the conversation as one text. They may differ within answers from those of the snapshot,
-            because a model may write a text in other tokens than the tokenizer.
-        pins: The ranges (first, end) of `whole` that are pinned.
+    they were read may be merged already. `pins` are ranges of `whole`, the ids of the conversation as one text, which
+    may differ within answers: a model may write a text in other tokens than the tokenizer.
     """
     sequence, seen = np.concatenate([snapshot.ids, ids]), len(snapshot.ids)
     begins, ends = _alike(sequence, whole), len(whole) - _alike(sequence[::-1], whole[::-1])

@@ -325,3 +325,6 @@ def test_requests_that_cannot_be_added_are_refused(tiny_artifact: Path) -> None:
             engine.add(Request(prompt))
     assert not engine.busy
     assert engine.step() == []
+    engine.add(request := Request([1]))
+    with pytest.raises(ValueError, match="added once"):
+        engine.add(request)

@@ -383,7 +383,7 @@ class Engine(EngineCore):
             UsageError: The artifact has no chat template, or messages, tools or settings cannot be used.
         """
         ids, images, generation, plan, pins = self._prepare_chat(
-            messages, settings, tools, tool_choice, response_format, **overrides
+            messages, settings, tools=tools, tool_choice=tool_choice, response_format=response_format, **overrides
         )
         tokens = self.stream_encoded([(ids, images)], generation, adapter, logits_processor, pins=[pins])
         return tokens if stream else collect([len(ids)], tokens)[0].split(plan)
@@ -392,6 +392,7 @@ class Engine(EngineCore):
         self,
         messages: Sequence[Message],
         settings: GenerationSettings | None,
+        *,
         tools: Sequence[Mapping[str, Any]] = (),
         tool_choice: str | Mapping[str, Any] | None = None,
         response_format: Mapping[str, Any] | None = None,

@@ -238,14 +238,12 @@ class EngineCore:
             self._finish(work)
 
     def _schedule(self) -> Schedule:
-        """Return the next step's work, after expired requests were ended."""
         expired = self._expire()
         self._scheduler.rows = self._calls.rows_within(self.options.latency_budget)
         work = self._scheduler.next()
         return work._replace(expired=expired) if expired else work
 
     def _run(self, work: Schedule) -> list[Request]:
-        """Run the model calls of one engine step, and return the requests that got a token or failed."""
         requests: Sequence[Request] = (*work.admitted, *work.moved)
         advanced: list[Request] = []
         try:
@@ -289,7 +287,6 @@ class EngineCore:
         self._scheduler.remove(request)
 
     def _snapshot(self, request: Request) -> Snapshot:
-        """Return a snapshot of a request's state between two steps, or after the step in which the request finished."""
         saved = self._pool.lanes.save(request.lane) if request.lane >= 0 else request.waiting_state(self.plan)
         return request.snapshot_with(saved, self.origin)
 

@@ -1,6 +1,6 @@
 """Builds of a user's own model: a hub id, a checkpoint's folder or a GGUF file becomes an artifact.
 
-An artifact is a folder with ONNX graphs, weights and a tokenizer. `build_model` writes an artifact into a given folder.
+An artifact is a folder with ONNX graphs, weights and a tokenizer. `build` writes an artifact into a given folder.
 `find_artifact` builds an artifact once into the user's cache folder, and finds it there at later calls.
 """
 
@@ -138,25 +138,6 @@ def calibrated_recipe(
     return with_measured_budgets(recipe, changed, calibrate=calibrate, progress=progress)
 
 
-def build_model(
-    model: str,
-    out: Path,
-    budget: int | None = None,
-    *,
-    max_length: int | None = None,
-    overrides: Sequence[str] = (),
-    calibrate: bool | None = None,
-    progress: Show = silent,
-) -> Path:
-    """Build an artifact of a model into the folder `out`. The other arguments are those of `calibrated_recipe`."""
-    recipe = calibrated_recipe(
-        model, budget, max_length=max_length, overrides=overrides, calibrate=calibrate, progress=progress
-    )
-    from kvexport.export.build import build
-
-    return build(recipe.recipe, out, name=recipe.name, divergence=recipe.divergence, progress=progress)
-
-
 def find_artifact(
     source: str | Path,
     budget: int | None = None,
@@ -273,15 +254,13 @@ def build(
     from kvexport.packages import require
 
     require("build")
+    from kvexport.export.build import build as build_recipe
     from kvexport.recipe.fields import Recipe
     from kvexport.recipe.load import load_recipe
 
     if not isinstance(source, Recipe) and is_model(str(source)):
-        return build_model(
-            str(source), Path(out), budget, max_length=max_length, overrides=overrides, calibrate=calibrate
-        )
-    from kvexport.export.build import build as build_recipe
-
+        loaded = calibrated_recipe(str(source), budget, max_length=max_length, overrides=overrides, calibrate=calibrate)
+        return build_recipe(loaded.recipe, Path(out), name=loaded.name, divergence=loaded.divergence)
     refuse_calibration_of_recipes(calibrate)
     changes = [*overrides]
     changes += [] if budget is None else [f"cache.budget={budget}"]

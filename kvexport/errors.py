@@ -56,10 +56,6 @@ class SnapshotError(KvexportError):
     exit_code = 5
 
 
-class QueueFullError(KvexportError):
-    """The error for a request that is refused because the queue of waiting requests is full."""
-
-
 class DeadlineError(KvexportError):
     """The error for a request that got no lane (row of the batch) before its deadline."""
 

@@ -1,6 +1,6 @@
 """Builds of a user's own model: a hub id, a checkpoint's folder or a GGUF file becomes an artifact.
 
-An artifact is a folder with ONNX graphs, weights and a tokenizer. `build_model` writes an artifact into a given folder.
+An artifact is a folder with ONNX graphs, weights and a tokenizer. `build` writes an artifact into a given folder.
 `find_artifact` builds an artifact once into the user's cache folder, and finds it there at later calls.
 """
 
@@ -32,18 +32,9 @@ Show = Callable[[str, "int | None"], Progress]
 def model_recipe(
     model: str, budget: int | None = None, *, max_length: int | None = None, overrides: Sequence[str] = ()
 ) -> LoadedRecipe:
-    """Return the recipe, a description of the deployment, of a model that has no recipe file.
+    """Return the recipe of a model that has no recipe file: a hub id, a checkpoint's folder, or a GGUF file.
 
-    Args:
-        model: A hub id, the path of a checkpoint's folder, or the path of a GGUF file.
-        budget: The number of cache slots of each KV head; None takes 1024 (`kvexport.recipe.load.BUDGET`).
-        max_length: The largest number of tokens of one sequence; None takes the length that the model was trained for,
-            at most 32768.
-        overrides: "dotted.key=value" strings that change the recipe, as the command-line option `--set` takes them.
-
-    Raises:
-        UsageError: The model does not exist, or an argument is not allowed.
-        EnvironmentProblem: The hub cannot be reached, or a package is missing.
+    The defaults are 1024 slots for each KV head, and the length that the model was trained for, at most 32768.
     """
     from kvexport.packages import require
     from kvexport.recipe.load import BUDGET, recipe_for
@@ -104,10 +95,6 @@ def recipe_of_command(
 
     A named recipe is read, and `model`, `budget`, `max_length` and `overrides` replace values in it. Without a name the
     recipe is that of `calibrated_recipe`.
-
-    Raises:
-        UsageError: No model and no recipe is named, or an argument cannot be used, such as `calibrate` with a recipe.
-        EnvironmentProblem: The hub cannot be reached, a package is missing, or budgets cannot be measured as asked.
     """
     from kvexport.packages import require
 
@@ -141,23 +128,8 @@ def calibrated_recipe(
     """Return the recipe of a model that has no recipe file, with measured budgets if they can be measured.
 
     Measured budgets give more cache slots to KV heads that lose more by evictions. If `overrides` divide the budget
-    (`cache.allocation`), nothing is measured.
-
-    Args:
-        model: The model.
-        budget: The number of cache slots of each KV head on average.
-        max_length: The largest number of tokens of one sequence.
-        overrides: "dotted.key=value" strings, as `--set` takes them.
-        calibrate: Whether budgets of KV heads are measured on texts that kvexport contains. None measures them if the
-            model and the machine allow it, on fewer texts for a larger model. True measures them on all texts. False
-            gives all heads equal budgets.
-        progress: A function that shows the stages of the measurement.
-
-    Raises:
-        UsageError: An argument cannot be used; or `calibrate` is True, and the budgets of this model cannot be
-            measured.
-        EnvironmentProblem: The hub cannot be reached, a package is missing; or `calibrate` is True, and this machine
-            cannot measure the budgets.
+    (`cache.allocation`), nothing is measured. With `calibrate` None, budgets are measured if the model and the machine
+    allow it, on fewer texts for a larger model. With True they are measured on all texts, or an error is raised.
     """
     from kvexport.calibrate.default import with_measured_budgets
 
@@ -167,33 +139,6 @@ def calibrated_recipe(
         return model_recipe(model, budget, max_length=max_length, overrides=[*overrides, *settings])
 
     return with_measured_budgets(recipe, changed, calibrate=calibrate, progress=progress)
-
-
-def build_model(
-    model: str,
-    out: Path,
-    budget: int | None = None,
-    *,
-    max_length: int | None = None,
-    overrides: Sequence[str] = (),
-    calibrate: bool | None = None,
-    progress: Show = silent,
-) -> Path:
-    """Build an artifact of a model into the folder `out`, and return the folder.
-
-    An older artifact in this folder is replaced when the new one is complete. The other arguments are those of
-    `calibrated_recipe`.
-
-    Raises:
-        UsageError: The model, an argument or the target cannot be used.
-        EnvironmentProblem: The hub cannot be reached, the disk is full, or a package is missing.
-    """
-    recipe = calibrated_recipe(
-        model, budget, max_length=max_length, overrides=overrides, calibrate=calibrate, progress=progress
-    )
-    from kvexport.export.build import build
-
-    return build(recipe.recipe, out, name=recipe.name, divergence=recipe.divergence, progress=progress)
 
 
 def find_artifact(
@@ -210,10 +155,6 @@ def find_artifact(
     The folder's name contains a hash of the checkpoint's headers, of the size and time of its files, of the recipe, of
     `calibrate` and of kvexport's version. A model that changes in place is therefore built again. A `source` that is
     the folder of an artifact is returned as it is, and the arguments of `calibrated_recipe` are then refused.
-
-    Raises:
-        UsageError: There is no such artifact or model, or an argument cannot be used.
-        EnvironmentProblem: The hub cannot be reached, the disk is full, or a package is missing.
     """
     source = str(source)
     if is_artifact(Path(source)) or not is_model(source):  # the load of a broken artifact names what is missing
@@ -316,15 +257,13 @@ def build(
     from kvexport.packages import require
 
     require("build")
+    from kvexport.export.build import build as build_recipe
     from kvexport.recipe.fields import Recipe
     from kvexport.recipe.load import load_recipe
 
     if not isinstance(source, Recipe) and is_model(str(source)):
-        return build_model(
-            str(source), Path(out), budget, max_length=max_length, overrides=overrides, calibrate=calibrate
-        )
-    from kvexport.export.build import build as build_recipe
-
+        loaded = calibrated_recipe(str(source), budget, max_length=max_length, overrides=overrides, calibrate=calibrate)
+        return build_recipe(loaded.recipe, Path(out), name=loaded.name, divergence=loaded.divergence)
     refuse_calibration_of_recipes(calibrate)
     changes = [*overrides]
     changes += [] if budget is None else [f"cache.budget={budget}"]
@@ -373,7 +312,7 @@ def load(
         backend: The backend's name; None takes the recipe's.
         device: "cpu" or "cuda", for backends that have the choice; None takes the recipe's.
         cuda_graph: Whether decode steps are recorded as CUDA graphs, for backends that can; None takes the recipe's.
-        verify: False skips the sha256 of the artifact's files. See `kvexport.engine.load.load`.
+        verify: False skips the sha256 of the artifact's files, for files that you have just verified.
         float_input: Whether packed (4- or 8-bit) weights are multiplied with unrounded inputs.
         lanes: The largest number of sequences that run at once; None takes that of `options`.
         adapters: The folders of LoRA adapters in PEFT's format, by the names that requests use.

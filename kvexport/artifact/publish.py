@@ -2,7 +2,7 @@
 
 An artifact is a directory of files and `manifest.json`. A build of the artifact `name` locks the file `.name.lock` and
 writes into the directory `.name.stage-*`, both next to `name`. On file systems that cannot exchange two directories in
-one step, the old artifact is `.name.old` for an instant.
+one step, `name` is absent for an instant.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def staging(target: Path) -> Iterator[Path]:
     After a kill -9 `target` is absent, the old artifact or the new one, and the next build of `target` removes
     everything that was left next to it.
     """
-    target = place(Path(target))
+    target = _place(Path(target))
     _refuse_foreign(target)
-    lock = _acquire_or_refuse(target)
+    lock = _acquire(target)
     try:
         _tidy(target)
         _refuse_foreign(target)
@@ -67,7 +67,7 @@ def staging(target: Path) -> Iterator[Path]:
 # The place of an artifact, and the lock of a target.
 
 
-def place(target: Path) -> Path:
+def _place(target: Path) -> Path:
     """Return an artifact's path with its parent folder resolved, so that all spellings of a path share a lock file."""
     if target.name in ("", ".."):
         target = target.resolve()
@@ -140,32 +140,28 @@ def _staging_name(target: Path) -> Path:
     return beside(target, f"stage-{secrets.token_hex(8)}")
 
 
-def acquire(target: Path) -> int:
+def _acquire(target: Path) -> int:
     """Lock an artifact's directory for a build by a lock file beside it, which contains the id of this process."""
     path = beside(target, "lock")
-    while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The owner of a lock removes its file at the end, so between open and flock the name may have become
-            # another file.
-            if identity(lock) == identity(path):
-                os.ftruncate(lock, 0)
-                os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-                return lock
-        except BaseException:
-            os.close(lock)
-            raise
-        os.close(lock)
-
-
-def _acquire_or_refuse(target: Path) -> int:
     try:
-        return acquire(target)
+        while True:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The owner of a lock removes its file at the end, so between open and flock the name may have become
+                # another file.
+                if identity(lock) == identity(path):
+                    os.ftruncate(lock, 0)
+                    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+                    return lock
+            except BaseException:
+                os.close(lock)
+                raise
+            os.close(lock)
     except BlockingIOError:
         owner = ""
         with suppress(OSError):
-            owner = beside(target, "lock").read_bytes()[:20].decode(errors="replace").strip()
+            owner = path.read_bytes()[:20].decode(errors="replace").strip()
         by = f"process {owner}" if owner.isdigit() else "a process that has just begun or ended"
         raise UsageError(
             f"{target} is being written by another build, {by}", "wait until it has ended, or choose another --out"
@@ -200,17 +196,9 @@ def identity(path: Path | int) -> tuple[int, int] | None:
 
 
 def _tidy(target: Path) -> None:
-    """Restore an artifact that a killed build had moved aside, and remove the staging folders of killed builds.
-
-    The caller holds the lock file of `target`.
-    """
-    old = beside(target, "old")
+    """Remove the staging folders of killed builds. The caller holds the lock file of `target`."""
     staging_names = re.compile(re.escape(f".{target.name}.stage-") + "[0-9a-f]{16}")
     try:
-        restore(target)
-        if is_artifact(old) and is_artifact(target):
-            # Only complete artifacts have the old name. One to be deleted is first renamed to a staging folder.
-            old.rename(_staging_name(target))
         with os.scandir(target.parent) as entries:
             left = (entry for entry in entries if staging_names.fullmatch(entry.name))
             stale = [entry.path for entry in left if entry.is_dir(follow_symlinks=False)]
@@ -219,16 +207,6 @@ def _tidy(target: Path) -> None:
     except OSError as error:
         fix = f"rm -r {quoted(beside(target, 'stage-'))}*"
         raise UsageError(f"the remains of a killed build next to {target} cannot be removed: {error}", fix) from error
-
-
-def restore(target: Path) -> None:
-    """Finish the replacement of an artifact that a kill interrupted between its two renames.
-
-    The caller holds the lock file of `target`.
-    """
-    old = beside(target, "old")
-    if not os.path.lexists(target) and is_artifact(old):
-        old.rename(target)
 
 
 def _require_manifest(work: Path) -> None:
@@ -292,19 +270,13 @@ def exchange(a: Path, b: Path) -> bool:
 
 
 def _replace_in_two_steps(work: Path, target: Path) -> None:
-    """Exchange two directories by two renames, with the temporary name `.name.old`.
-
-    After a kill between the two renames, `_tidy` restores the old directory.
-    """
-    old = beside(target, "old")
+    old = _staging_name(target)
+    target.rename(old)
     try:
-        target.rename(old)
         work.rename(target)
     except BaseException:
-        if not os.path.lexists(target):
-            old.rename(target)
+        old.rename(target)
         raise
-    _sync(target.parent)
     old.rename(work)
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from kvexport.artifact.digests import check_artifact, damaged, instead_of
 from kvexport.artifact.manifest import Manifest, parse_manifest
-from kvexport.artifact.publish import acquire, beside, identity, is_artifact, place, quoted, release, restore
+from kvexport.artifact.publish import identity
 from kvexport.errors import ArtifactError, UsageError
 
 
@@ -42,48 +41,11 @@ def load_checked(path: Path, *, verify: bool = True, later: Collection[str] = ()
 
 
 def _existing(path: Path) -> Path:
-    """Return the resolved directory of an artifact; if a killed build had moved it aside, it is restored first."""
-    deadline = time.monotonic() + 1.0
-    while not path.is_dir():
-        waits = (
-            path.parent.is_dir() and not path.is_symlink() and time.monotonic() < deadline and _comes_back(place(path))
-        )
-        if not waits and not path.is_dir():
-            problem = (
-                f"{path} is not a directory, so it is no artifact"
-                if os.path.lexists(path)
-                else f"there is no artifact at {path}"
-            )
-            raise UsageError(problem, instead_of(path))
-    return path.resolve()
-
-
-def _comes_back(target: Path) -> bool:
-    """Return whether an artifact that was missing may exist by now, so that the caller should look for it again.
-
-    A build replaces an artifact by two renames, between which the artifact is missing. If a killed build left the old
-    artifact under its temporary name, this function restores it.
-    """
-    old = beside(target, "old")
-    if not is_artifact(old) and not os.path.lexists(beside(target, "lock")):
-        return False
-    try:
-        lock = acquire(target)
-    except BlockingIOError:
-        time.sleep(0.005)
-        return True
-    except OSError as error:
-        if os.path.lexists(target) or not is_artifact(old):
-            return False
-        fix = f"mv {quoted(old)} {quoted(target)}"
-        raise UsageError(
-            f"a killed build left {target} at {old}, and it cannot be restored: {error.strerror}", fix
-        ) from error
-    try:
-        restore(target)
-        return target.is_dir()
-    finally:
-        release(target, lock)
+    if path.is_dir():
+        return path.resolve()
+    is_file = os.path.lexists(path)
+    problem = f"{path} is not a directory, so it is no artifact" if is_file else f"there is no artifact at {path}"
+    raise UsageError(problem, instead_of(path))
 
 
 def _checked_unless_replaced(root: Path, verify: bool, later: Collection[str]) -> dict[str, Any] | None:

@@ -97,7 +97,6 @@ class Adapters:
         return self.by_name[name]
 
     def of_digest(self, digest: str | None) -> Adapter | None:
-        """Return the LoRA adapter whose files have the SHA-256 `digest`; None if no loaded adapter has it."""
         return next((adapter for adapter in self.by_name.values() if adapter.digest == digest), None)
 
 

@@ -113,10 +113,6 @@ def serve(
             min=0, metavar="SECONDS", help="Limit the time that several prompts in one call may hold up other requests."
         ),
     ] = 0.1,
-    preempt: Annotated[
-        bool,
-        request_option("--preempt", help="Let a request take the lane of a request with a worse priority."),
-    ] = False,
     reasoning: Annotated[
         bool,
         request_option(help="Separate <think> ... </think> from the answer."),
@@ -126,16 +122,6 @@ def serve(
         request_option(help="Pin system prompts and tools, if the artifact has room for them (cache.pinned)."),
     ] = True,
     max_tokens: Annotated[int | None, request_option(min=1, help="Limit every answer to this many tokens.")] = None,
-    image_folder: Annotated[
-        Path | None,
-        request_option(
-            exists=True,
-            file_okay=False,
-            resolve_path=True,
-            metavar="DIR",
-            help="Read images from files below this folder, which requests name as file:PATH.",
-        ),
-    ] = None,
     timeout: Annotated[float, request_option(min=1, help="End a request after this many seconds.")] = 1800.0,
     prefix_memory: Annotated[
         str,
@@ -194,12 +180,10 @@ def serve(
         api_keys=keys,
         hosts=tuple(allow_host or ()),
         origins=tuple(allow_origin or ()),
-        preempts=preempt,
         reasoning=reasoning,
         pins_system=pin_system,
         queue=queue,
         max_tokens=max_tokens,
-        image_folder=None if image_folder is None else str(image_folder),
         latency_budget=latency_budget,
         prefix_memory=parse_bytes(prefix_memory),
         session_memory=parse_bytes(session_memory),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from types import TracebackType
@@ -59,35 +59,15 @@ class AsyncEngine:
             self._failed(KvexportError("the engine was closed before the answer ended"))
         self.engine.close()
 
-    async def agenerate(
-        self,
-        prompt: Prompt,
-        settings: GenerationSettings | None = None,
-        *,
-        images: Sequence[ImageInput] = (),
-        pin: Pin = 0,
-        adapter: str | None = None,
-        logits_processor: Processors = None,
-        **overrides: Any,
-    ) -> Completion:
+    async def agenerate(self, prompt: Prompt, settings: GenerationSettings | None = None, **options: Any) -> Completion:
         """Answer one prompt, and return the completion. Arguments and errors are those of `Engine.generate`."""
-        request = await self._request(prompt, settings, images, pin, adapter, logits_processor, overrides)
-        return await self._completion(request)
+        return await self._completion(await self._request(prompt, settings, **options))
 
     async def astream(
-        self,
-        prompt: Prompt,
-        settings: GenerationSettings | None = None,
-        *,
-        images: Sequence[ImageInput] = (),
-        pin: Pin = 0,
-        adapter: str | None = None,
-        logits_processor: Processors = None,
-        **overrides: Any,
+        self, prompt: Prompt, settings: GenerationSettings | None = None, **options: Any
     ) -> AsyncGenerator[Token, None]:
         """Yield the tokens of the answer to one prompt. Arguments and errors are those of `Engine.stream`."""
-        request = await self._request(prompt, settings, images, pin, adapter, logits_processor, overrides)
-        async with aclosing(self._tokens(request)) as tokens:
+        async with aclosing(self._tokens(await self._request(prompt, settings, **options))) as tokens:
             async for token in tokens:
                 yield token
 
@@ -96,16 +76,13 @@ class AsyncEngine:
         messages: Sequence[Message],
         settings: GenerationSettings | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        tool_choice: str | Mapping[str, Any] | None = None,
-        response_format: Mapping[str, Any] | None = None,
         adapter: str | None = None,
         logits_processor: Processors = None,
-        **overrides: Any,
+        **options: Any,
     ) -> Completion:
         """Answer a conversation of chat messages. Arguments (except `stream`) and errors are those of `Engine.chat`."""
-        prepare = partial(self.engine._prepare_chat, messages, settings, tools, tool_choice, response_format)
-        ids, images, generation, plan, pins = await asyncio.to_thread(prepare, **overrides)
+        prepare = partial(self.engine._prepare_chat, messages, settings, **options)
+        ids, images, generation, plan, pins = await asyncio.to_thread(prepare)
         processors = as_processors(logits_processor)
         encoded = self.engine.encode(ids)
         request = Request(encoded, generation, processors=processors, adapter=adapter, images=images, pin=pins)
@@ -115,16 +92,17 @@ class AsyncEngine:
         self,
         prompt: Prompt,
         settings: GenerationSettings | None,
-        images: Sequence[ImageInput],
-        pin: Pin,
-        adapter: str | None,
-        processors: Processors,
-        overrides: dict[str, Any],
+        *,
+        images: Sequence[ImageInput] = (),
+        pin: Pin = 0,
+        adapter: str | None = None,
+        logits_processor: Processors = None,
+        **overrides: Any,
     ) -> Request:
         generation = settings or self.engine.settings(**overrides)
         ids, encoded = await asyncio.to_thread(self.engine.encode_with_images, prompt, images)
-        processed, pins = as_processors(processors), ranges_of(pin)
-        return Request(ids, generation, processors=processed, adapter=adapter, images=encoded, pin=pins)
+        processors, pins = as_processors(logits_processor), ranges_of(pin)
+        return Request(ids, generation, processors=processors, adapter=adapter, images=encoded, pin=pins)
 
     async def _completion(self, request: Request) -> Completion:
         completion = Completion(len(request.prompt))

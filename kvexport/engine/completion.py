@@ -58,13 +58,9 @@ class Completion:
 
 
 class Steps(Protocol):
-    """The methods of an engine that `tokens_of` needs to run requests.
+    """The methods of an engine that `tokens_of` needs to run requests."""
 
-    Attributes:
-        timing: The token counts and durations of the latest call of `tokens_of`, which sets this attribute.
-    """
-
-    timing: Timing
+    timing: Timing  # of the latest call of `tokens_of`, which sets it
 
     def add(self, request: Request) -> int:
         """Queue a request until it gets a lane of the batch, and return its number."""
@@ -82,13 +78,9 @@ class Steps(Protocol):
 def tokens_of(
     engine: Steps, requests: Sequence[Request], bundle: Bundle, on_prefill: Callable[[int, int], None] | None
 ) -> Iterator[Token]:
-    """Run requests that were submitted together, and yield their tokens in the order in which they are chosen.
+    """Run requests that share a bundle, and yield their tokens in the order in which they are chosen.
 
-    Args:
-        engine: The engine.
-        requests: The requests.
-        bundle: The timing record and the queue of new tokens that the requests share.
-        on_prefill: A function called with the number of prompt tokens read so far and the number of all prompt tokens.
+    `on_prefill` is called with the number of prompt tokens read so far and the number of all prompt tokens.
     """
     engine.timing = bundle.timing
     done, total = 0, sum(len(request.prompt) for request in requests)
@@ -121,11 +113,7 @@ def collect(prompt_tokens: Sequence[int], tokens: Iterable[Token]) -> list[Compl
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return prompts as a list: one prompt becomes a list of one.
-
-    Raises:
-        UsageError: There is no prompt.
-    """
+    """Return prompts as a list: one prompt becomes a list of one. Raise UsageError if there is none."""
     if isinstance(prompts, str):
         return [prompts]
     items = list(prompts)

@@ -26,7 +26,7 @@ from kvexport.engine.request import DECODING, FINISHED, FinishReason, Ids, Promp
 from kvexport.engine.scheduler import Schedule, Scheduler
 from kvexport.engine.speculation import drafter_of
 from kvexport.engine.turns import Turns
-from kvexport.errors import DeadlineError, KvexportError, QueueFullError, UsageError
+from kvexport.errors import DeadlineError, KvexportError, UsageError
 from kvexport.images.rows import RowCache, chunk_borders, places_of
 from kvexport.language.chat import read_json
 from kvexport.language.grammar import Grammars
@@ -70,7 +70,6 @@ class EngineCore:
         self.grammars = Grammars(self.tokenizer, self.vocabulary)
         self.generation_config = read_json(path / "generation_config.json")
         self.timing = Timing()
-        self.preemptions = 0
         # On a GPU no prefix is saved: a copy of a lane to the host takes longer than reading its tokens again.
         saves = options.prefix_memory and model.in_host_memory
         self.prefixes = Prefixes(limits.prefill_chunk, options.prefix_memory) if saves else None
@@ -153,9 +152,6 @@ class EngineCore:
     def add(self, request: Request) -> int:
         with self._turns:
             self._require_open()
-            limit = self.options.max_waiting
-            if limit is not None and self._scheduler.excess >= limit:
-                raise QueueFullError(f"{len(self._scheduler.waiting)} requests wait already", "try again later")
             if request.start is not None:
                 self.origin.check(request.start.origin)
             request.load_adapter(self.adapters)
@@ -242,16 +238,12 @@ class EngineCore:
             self._finish(work)
 
     def _schedule(self) -> Schedule:
-        """Return the next step's work, after expired requests were ended and preempted requests gave up their lanes."""
         expired = self._expire()
         self._scheduler.rows = self._calls.rows_within(self.options.latency_budget)
-        if self.options.preempts and (displaced := self._scheduler.displaced()) is not None:
-            self._park(displaced)
         work = self._scheduler.next()
         return work._replace(expired=expired) if expired else work
 
     def _run(self, work: Schedule) -> list[Request]:
-        """Run the model calls of one engine step, and return the requests that got a token or failed."""
         requests: Sequence[Request] = (*work.admitted, *work.moved)
         advanced: list[Request] = []
         try:
@@ -295,17 +287,8 @@ class EngineCore:
         self._scheduler.remove(request)
 
     def _snapshot(self, request: Request) -> Snapshot:
-        """Return a snapshot of a request's state between two steps, or after the step in which the request finished."""
         saved = self._pool.lanes.save(request.lane) if request.lane >= 0 else request.waiting_state(self.plan)
         return request.snapshot_with(saved, self.origin)
-
-    def _park(self, request: Request) -> None:
-        """Save the state of a request's lane, free the lane, and put the request back in the waiting queue."""
-        saved = self._pool.lanes.save(request.lane)
-        self._scheduler.remove(request)
-        request.park(saved)
-        self._scheduler.add(request)
-        self.preemptions += 1
 
     def _expire(self) -> list[Request]:
         expired = self._scheduler.expired(time.monotonic())
@@ -316,7 +299,7 @@ class EngineCore:
         return expired
 
     def _follows(self, request: Request, prefilling: Sequence[Request]) -> bool:
-        if self.prefixes is None or request.fork_of is not None or request.parked is not None:
+        if self.prefixes is None or request.fork_of is not None:
             return False
         return self.prefixes.leads(request, prefilling)
 
@@ -328,10 +311,7 @@ class EngineCore:
         for request in admitted:
             if self._pool.state.top_logits is not None:
                 request.timing.whole_rows = request.timing.whole_rows or 0
-            if request.parked is not None:
-                self._pool.begin(request.lane, request.parked)
-                request.parked = None
-            elif request.fork_of is not None:
+            if request.fork_of is not None:
                 rows = self._forks.begin(request, request.fork_of)
                 advanced.append(self._calls.choose(request, rows, 0, decoded=False))
             elif request.start is not None and request.start.length:

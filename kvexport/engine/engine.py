@@ -113,16 +113,7 @@ class Engine(EngineCore):
         on_prefill: Callable[[int, int], None] | None = None,
         pins: Sequence[Ranges] = (),
     ) -> Iterator[Token]:
-        """Generate answers token by token as `stream` does, to prompts from `encode_with_images`.
-
-        Args:
-            prompts: Token ids of each prompt, and its encoded images; None without images.
-            settings: The generation settings.
-            adapter: The name of the LoRA adapter that answers; None for the model without an adapter.
-            logits_processor: A function, or several, that changes the logits before every token, as in `stream`.
-            on_prefill: A function called after every prompt chunk, as in `stream`.
-            pins: For each prompt the ranges (first, end) of its tokens that are pinned, as in `stream`; empty for none.
-        """
+        """Generate answers as `stream` does, to prompts from `encode_with_images`, each with the ranges of its pins."""
         batch = [(self.encode(prompt), images) for prompt, images in prompts]
         bundle, processors = Bundle(), as_processors(logits_processor)
         requests = [
@@ -392,7 +383,7 @@ class Engine(EngineCore):
             UsageError: The artifact has no chat template, or messages, tools or settings cannot be used.
         """
         ids, images, generation, plan, pins = self._prepare_chat(
-            messages, settings, tools, tool_choice, response_format, **overrides
+            messages, settings, tools=tools, tool_choice=tool_choice, response_format=response_format, **overrides
         )
         tokens = self.stream_encoded([(ids, images)], generation, adapter, logits_processor, pins=[pins])
         return tokens if stream else collect([len(ids)], tokens)[0].split(plan)
@@ -401,6 +392,7 @@ class Engine(EngineCore):
         self,
         messages: Sequence[Message],
         settings: GenerationSettings | None,
+        *,
         tools: Sequence[Mapping[str, Any]] = (),
         tool_choice: str | Mapping[str, Any] | None = None,
         response_format: Mapping[str, Any] | None = None,

@@ -29,33 +29,11 @@ def load(
     adapters: Mapping[str, str | Path] | None = None,
     options: EngineOptions | None = None,
 ) -> Engine:
-    """Load an artifact (the folder of an exported model) and return an inference engine.
+    """Load an artifact and return an inference engine. `kvexport.load` explains the arguments.
 
-    Args:
-        path: The folder of the artifact.
-        threads: The number of threads that run the model; None takes the recipe's number, and 0 lets the backend
-            choose.
-        backend: The backend's name; None takes the recipe's. ONNX Runtime runs every artifact; other backends run only
-            artifacts that were prepared for them.
-        device: "cpu" or "cuda", for backends that have the choice; None takes the recipe's.
-        cuda_graph: Whether decode steps are recorded as CUDA graphs, for backends that can; None takes the recipe's
-            choice.
-        verify: False skips the sha256 of every file, but still checks sizes and names. TensorRT plans contain code, so
-            their digests are always verified. Use False only for files that you have just verified.
-        float_input: Whether packed (4- or 8-bit) weights are multiplied with unrounded inputs. Otherwise kernels round
-            the inputs (docs/reference/contract.md). True needs the package onnx.
-        lanes: The largest number of sequences that run at once; None takes that of `options`.
-        adapters: The folders of LoRA adapters in PEFT's format, by the names that requests use
-            (docs/tasks/adapters.md).
-        options: The engine's options; None takes the defaults.
-
-    Returns:
-        The engine. It needs neither torch nor transformers.
-
-    Raises:
-        UsageError: There is no artifact at `path`, no such backend or device, or an adapter does not fit the artifact.
-        ArtifactError: The artifact is damaged, or not prepared for the backend.
-        EnvironmentProblem: The machine lacks what the backend needs, or the artifact was prepared on another machine.
+    With `verify=False` the sha256 of no file is checked, but still sizes and names. TensorRT plans contain code, so
+    their digests are always verified. ONNX Runtime runs every artifact; another `backend` runs only artifacts that were
+    prepared for it. `float_input` needs the package onnx.
     """
     path, options = Path(path), options or EngineOptions()
     if lanes is not None:

@@ -14,11 +14,8 @@ class EngineOptions:
     Attributes:
         lanes: The largest number of sequences that run at once, at most the artifact's `limits.max_batch`; None takes
             that limit.
-        max_waiting: The largest number of requests that may wait for a lane; None sets no bound.
         latency_budget: The longest time in seconds that one model call may spend on the prompts of several requests,
             while decoding requests wait for it; None sets no bound. A call always reads at least one prompt chunk.
-        preempts: Whether a waiting request takes the lane of a running request with a higher `priority` number. The
-            preempted request continues later.
         prefix_memory: Bytes for saved states of prompt prefixes, so that a prefix that several prompts share is read
             once; 0 saves none. On a GPU no prefixes are saved.
         drafts: Whether the engine drafts (guesses) tokens if the artifact's recipe sets `speculate.draft`.
@@ -30,15 +27,13 @@ class EngineOptions:
     """
 
     lanes: int | None = None
-    max_waiting: int | None = None
     latency_budget: float | None = None
-    preempts: bool = False
     prefix_memory: int = 0
     drafts: bool = True
     ahead: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("max_waiting", "latency_budget", "prefix_memory"):
+        for name in ("latency_budget", "prefix_memory"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise UsageError(f"{name} is {value}", f"set {name} to a number of at least 0")

@@ -36,7 +36,7 @@ FinishReason = Literal["stop", "length", "cancelled", "preempted", "error"]
 
 
 class State(Enum):
-    """The states of a request, in order. A request may finish in any state, or lose its lane and wait again."""
+    """The states of a request, in order. A request may finish in any state."""
 
     WAITING = "waiting"  # it has no lane yet
     PREFILLING = "prefilling"  # it has a lane, and its prompt is read chunk by chunk
@@ -149,7 +149,6 @@ class Request:
         id: The engine's number of the request, from 1. The engine writes `id` and all following attributes.
         state: Waiting, prefilling, decoding or finished.
         lane: The request's lane (row of the batch); -1 without one.
-        parked: The saved lane of a request that gave its lane to a request with a lower `priority` number.
         ids: Token ids of `start` and of the prompt, [n] int64.
         places: For each of `ids`, the number (from 1) of the vector of `images` in its place; 0 for none.
         pins: Ranges (first, end) of the pinned ones of `ids`, those of `start` included.
@@ -184,7 +183,6 @@ class Request:
     id: int = field(default=0, init=False)
     state: State = field(default=WAITING, init=False)
     lane: int = field(default=-1, init=False)
-    parked: Saved | None = field(default=None, init=False, repr=False)
     ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64), init=False)
     places: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64), init=False, repr=False)
     pins: Pins = field(default=(), init=False, repr=False)
@@ -304,9 +302,7 @@ class Request:
         return self.start is not None and len(self.prompt) == 0
 
     def waiting_state(self, plan: CachePlan) -> Saved:
-        """Return the saved lane with which a waiting request will begin; an empty lane if none was saved."""
-        if self.parked is not None:
-            return self.parked
+        """Return the saved lane with which a waiting request will begin; an empty lane without a snapshot."""
         return empty_lane(plan) if self.start is None else self.start.saved
 
     def snapshot_with(self, saved: Saved, origin: Origin) -> Snapshot:
@@ -381,12 +377,6 @@ class Request:
         if self.fork_of is not None:
             self.skip(len(self.ids))
         self.state, self.lane = PREFILLING if self.unread else DECODING, lane
-
-    def park(self, saved: Saved) -> None:
-        """Return the request to the waiting state, with the saved state of the lane that it gives up."""
-        if self.state not in (PREFILLING, DECODING):
-            raise ValueError(f"the request is {self.state.value}, and holds no lane")
-        self.state, self.lane, self.parked = WAITING, -1, saved
 
     def skip(self, done: int) -> None:
         """Note that the first `done` prompt tokens need no prefill: the lane's starting state contains them."""

@@ -1,15 +1,13 @@
 """The scheduler: it assigns batch lanes to requests, and picks the next prompt chunks and the lanes that decode.
 
 - Waiting requests get the lowest free lanes, in the order of priority and then of arrival. A request keeps its lane
-  until it finishes, is preempted, or moves to a lower free lane. It moves because a decode call covers all lanes up to
-  the last one that decodes.
+  until it finishes, or moves to a lower free lane. It moves because a decode call covers all lanes up to the last one
+  that decodes.
 - Every step reads one prompt chunk. Steps alternate between the prompt with the fewest unread chunks and the prompt
   that arrived first. So equal prompts finish in the order of arrival, a short prompt waits for at most one chunk of a
   longer one, and the first prompt gets at least half of the prefill calls.
 - Prompt chunks of neighbouring lanes join the same call if that is cheaper than calls of their own, up to `rows` tokens
   in one call, padding included. Decoding lanes and new prompts wait for the call.
-- If preemption is on, a waiting request takes the lane of the running request with the highest `priority` number, if
-  its own number is lower. The preempted request waits again and resumes later.
 - Every step decodes all lanes whose prompts have been read. Requests that were submitted together (`Request.bundle`)
   begin to decode together.
 """
@@ -69,30 +67,9 @@ class Scheduler:
     def add(self, request: Request) -> None:
         bisect.insort(self.waiting, request, key=lambda other: (other.priority, other.id))
 
-    @property
-    def excess(self) -> int:
-        return len(self.waiting) - self.lanes.count(None)
-
     def expired(self, now: float) -> list[Request]:
-        """Return the requests that never had a lane and whose deadline has passed at time `now`."""
-        return [
-            request
-            for request in self.waiting
-            if request.deadline is not None and request.deadline <= now and request.parked is None
-        ]
-
-    def displaced(self) -> Request | None:
-        """Return the running request that gives its lane to a waiting one with a lower `priority` number, or None.
-
-        The result is the running request with the highest `priority` number, and the latest among equal numbers. A
-        request whose forks are about to begin keeps its lane. If a lane is free, the result is None.
-        """
-        if None in self.lanes or not self.waiting:
-            return None
-        first = next((request for request in self.waiting if self._may_begin(request, [*self._prefilling])), None)
-        candidates = [request for request in self.running() if request.prompt_end is None]
-        last = max(candidates, key=lambda request: (request.priority, request.id), default=None)
-        return last if first is not None and last is not None and first.priority < last.priority else None
+        """Return the requests without a lane whose deadline has passed at time `now`."""
+        return [x for x in self.waiting if x.deadline is not None and x.deadline <= now]
 
     def next(self) -> Schedule:
         """Plan and return the work of the next engine step. Call `update` after the step."""

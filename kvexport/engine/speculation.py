@@ -25,7 +25,6 @@ LONGEST, SHORTEST = 4, 2  # lengths in tokens of the n-grams that are searched
 
 
 def drafter_of(manifest: Manifest) -> Drafter | None:
-    """Return the drafter of an artifact's recipe (`speculate.draft`) for speculative decoding; None without one."""
     speculate = manifest.recipe.speculate
     if speculate.draft is None:
         return None

@@ -60,7 +60,6 @@ class Words:
         return [tiny.IDS[name], tiny.IDS[thing], tiny.STOP]
 
     def ask(self, kind: str, name: str, answer: str) -> tuple[Ids, Ids]:
-        """Return a question, which is the same for both kinds in the tiny checkpoint's language, and its answer."""
         return [tiny.ASK, tiny.IDS[name]], [tiny.IDS[answer]]
 
     def filler(self, rng: np.random.Generator, count: int) -> list[Ids]:

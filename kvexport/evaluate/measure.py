@@ -91,7 +91,6 @@ class Judge:
             self._agrees[rows] = best == reference.argmax(-1)
 
     def outcome(self) -> Outcome:
-        """Return the figures of the sample (right answer, mean loss, KL, agreement) over all positions added so far."""
         return Outcome(bool(self._hits.all()), float(self._nll.mean()), self._kl, self._agrees)
 
 

@@ -99,12 +99,7 @@ def make_story(
 def make_prompt(rng: np.random.Generator, length: int, facts: int, depth: float | None = None) -> tuple[list[int], int]:
     """Return a prompt of exactly ``length`` token ids, ``<bos> ... ? NAME``, and the id of its answer.
 
-    Args:
-        rng: The source of randomness.
-        length: The number of token ids.
-        facts: The number of facts, at most ``min(MAX_FACTS, (length - 3) // 3)``; the rest of the prompt is filler.
-        depth: The place of the fact that the question asks for: 0 puts it first, 1 right before the question, None
-            anywhere.
+    ``depth`` is the place of the fact that is asked for: 0 puts it first, 1 right before the question.
     """
     story, pairs = make_story(rng, length - 3, facts, depth)
     name, thing = pairs[0]

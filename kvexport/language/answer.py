@@ -38,8 +38,6 @@ class ToolCall:
 
 
 class PlainReader:
-    """A parser of answers without tool calls, which returns all text unchanged."""
-
     def read(self, text: str, last: bool) -> list[Piece]:
         return [Piece("text", text)] if text else []
 

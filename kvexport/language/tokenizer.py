@@ -115,16 +115,7 @@ class Tokenizer:
             raise _library_error("encode this text", error) from None
 
     def ranges(self, text: str, ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return the ranges (first, end) of a text's tokens that have a character of the spans (first, end).
-
-        Args:
-            text: The text.
-            ids: The text's token ids, from `encode` without special tokens.
-            spans: Ranges of the text's characters.
-
-        Raises:
-            UsageError: The tokenizer does not tell which characters a token has.
-        """
+        """Return the ranges (first, end) of a text's tokens `ids` that have a character of the spans (first, end)."""
         encoding = self._inner.encode_batch([text], add_special_tokens=False)[0]
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         if len(offsets) != len(ids) or encoding.ids != list(ids):

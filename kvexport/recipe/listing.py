@@ -16,8 +16,6 @@ from kvexport.recipe.parse import Findings, Leaf, Origin, Tree, merge, nest
 
 @dataclass(frozen=True)
 class RecipeInfo:
-    """One line of the list of recipes that `kvexport recipes` shows."""
-
     name: str
     path: Path
     description: str = ""
@@ -33,8 +31,6 @@ class RecipeInfo:
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """One entry of the list of compression methods that `kvexport recipes methods` shows."""
-
     name: str
     summary: str
     source: str

@@ -75,7 +75,6 @@ def name_of(model: str) -> str:
 
 
 def checked(tree: Tree, label: str, name: str, findings: Findings) -> LoadedRecipe:
-    """Return the recipe that the contents of recipe files describe; raise UsageError with all of its problems."""
     recipe = check_recipe(tree, label, findings)
     if recipe is None or findings.problems:
         raise UsageError("\n".join(dict.fromkeys(findings.problems)), _fix(findings.problems))

@@ -220,7 +220,6 @@ class Source:
 
 
 def read_overrides(overrides: Sequence[str], findings: Findings) -> Tree:
-    """Return what the options `--set KEY=VALUE` of a command line set."""
     layer = Tree({}, Origin("", "", Path.cwd()))
     for text in overrides:
         label = f"--set {text}" if text.isprintable() else f"--set {text!r}"

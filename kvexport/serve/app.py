@@ -31,7 +31,7 @@ from kvexport.serve.sessions import ENDS, RESTARTED
 from kvexport.serve.settings import ServeSettings
 from kvexport.serve.stats import measure, slots, stats
 from kvexport.serve.streams import ClientGone
-from kvexport.serve.tokens import detokenize, embeddings, tokenize
+from kvexport.serve.tokens import detokenize, tokenize
 from kvexport.version import __version__
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
@@ -143,36 +143,30 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 async def health(service: Service, _: Request) -> Response:
-    """Answer /health: status 200 while the engine works, 500 after it failed, when only a restart helps."""
     failed = service.worker.failed
     return JSONResponse({"status": "failed" if failed else "ok"}, 500 if failed else 200)
 
 
 async def ready(service: Service, _: Request) -> Response:
-    """Answer /ready: status 200 while the server takes requests, 503 while it starts or ends."""
     alive = service.worker.alive
     return JSONResponse({"status": "ready" if alive else "not ready"}, 200 if alive else 503)
 
 
 async def metrics(service: Service, _: Request) -> Response:
-    """Answer /metrics: the server's metrics in Prometheus' text format."""
     return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
 async def version(_: Service, __: Request) -> Response:
-    """Answer /version: the version of kvexport."""
     return JSONResponse({"version": __version__})
 
 
 async def models(service: Service, _: Request) -> Response:
-    """Answer /v1/models: a list of the names of the served model and of its LoRA adapters."""
     names = [service.model, *(n for n in service.settings.names if n not in (service.model, "*"))]
     names += service.engine.adapters.by_name
     return JSONResponse({"object": "list", "data": [_model(service, name) for name in names]})
 
 
 async def model(service: Service, request: Request) -> Response:
-    """Answer /v1/models/NAME: a description of the served model under one of its names."""
     return JSONResponse(_model(service, service.check_model(request.path_params["name"])))
 
 
@@ -207,5 +201,4 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("DELETE", "/v1/sessions/{name}", delete_session),
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
-    ("POST", "/v1/embeddings", embeddings),
 ]

@@ -12,7 +12,6 @@ _SECONDS = 60  # the time that a client has to send the whole body of a request
 
 
 async def read_bytes(request: Request, limit: int) -> bytes:
-    """Return the body of an HTTP request. Raise ApiError if it exceeds `limit` bytes or takes too long to arrive."""
     chunks, size = [], 0
     try:
         with anyio.fail_after(_SECONDS):

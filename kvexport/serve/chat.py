@@ -30,8 +30,6 @@ from kvexport.serve.worker import Update
 
 
 class ChatBody(Sampling):
-    """Schema of the JSON body of /v1/chat/completions."""
-
     messages: Objects = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -49,7 +47,6 @@ class ChatBody(Sampling):
     parallel_tool_calls: bool | None = None
 
     def conversation(self, request: Request) -> Conversation:
-        """Return the conversation of a chat completion request, with messages as chat templates read them."""
         refuse(self, "modalities", (["text"],), "answers are text")
         refuse(self, "audio", (), "answers are text")
         refuse(self, "functions", ([],), "send tools")
@@ -65,7 +62,6 @@ class ChatBody(Sampling):
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
-    """Answer /v1/chat/completions: generate replies to a conversation, as one JSON object or as a stream."""
     body = await service.read(request, ChatBody)
     model = service.check_model(body.model)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -89,7 +85,6 @@ async def chat_completions(service: Service, request: Request) -> Response:
 
 
 def _choice(index: int, answer: Answer, request: EngineRequest, texts: TokenTexts | None) -> dict[str, Any]:
-    """Return a finished answer as an entry of the chat completion's `choices`."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
@@ -104,15 +99,12 @@ def _choice(index: int, answer: Answer, request: EngineRequest, texts: TokenText
 
 
 class ChatStream:
-    """Writer of the server-sent events of a streamed chat completion."""
-
     def __init__(self, head: dict[str, Any], prepared: Prepared, texts: TokenTexts | None, *, usage: bool) -> None:
         self._head = {**head, "object": "chat.completion.chunk"}
         self._prepared, self._answers = prepared, prepared.answers()
         self._texts, self._usage = texts, usage
 
     def begin(self) -> bytes:
-        """Return the first server-sent events, which give the role of every choice."""
         first = {"role": "assistant", "content": ""}
         return b"".join(self._chunk(index, first) for index in range(len(self._answers)))
 
@@ -130,7 +122,6 @@ class ChatStream:
         return b"".join(chunks)
 
     def end(self) -> bytes:
-        """Return the last server-sent events: the token counts, if the client wants them, and [DONE]."""
         if not self._usage:
             return DONE
         return event({**self._head, "choices": [], "usage": self._prepared.usage()}) + DONE

@@ -80,7 +80,6 @@ class Connection(H11Protocol):
             super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes that a client sent, and set a deadline for the rest of its request."""
         if self.flow is None:
             return
         super().data_received(data)
@@ -149,7 +148,6 @@ class Connection(H11Protocol):
 
 
 def connections(limit: int) -> type[Connection]:
-    """Return a protocol class for uvicorn whose server holds at most `limit` client connections."""
     return type("LimitedConnection", (Connection,), {"limit": limit})
 
 
@@ -158,9 +156,6 @@ class OncePerSecond(logging.Filter):
 
     Clients without an API key can cause many messages, for example asyncio's message that no file descriptor is left.
     The filter keeps these messages from filling a disk.
-
-    Args:
-        clock: A function that returns the time in seconds.
     """
 
     LOGGERS = ("asyncio", "uvicorn.error")
@@ -171,7 +166,6 @@ class OncePerSecond(logging.Filter):
         self._last: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to log a record: no record with the same first line was logged within the last second."""
         text, now = str(record.msg).partition("\n")[0][:200], self._clock()
         if now - self._last.get(text, float("-inf")) < 1:
             return False

@@ -35,8 +35,6 @@ class Conversation:
 
 @dataclass
 class Prepared:
-    """Engine requests that answer one HTTP chat request, ready to be queued."""
-
     requests: Sequence[Request]  # one request for each answer
     turn: Turn | None = None  # turn of a session (stored conversation); only with a single request
     plan: AnswerPlan = field(default_factory=AnswerPlan)  # how the answers' text is split
@@ -48,11 +46,9 @@ class Prepared:
         return {NUMBER: str(self.requests[0].id), **lost}
 
     def answers(self) -> list[Answer]:
-        """Return an empty answer for each engine request, to be filled while tokens arrive."""
         return [self.plan.answer() for _ in self.requests]
 
     def usage(self) -> dict[str, Any]:
-        """Return the token counts of all answers to the conversation, as OpenAI defines `usage`."""
         usage = usage_of(self.requests, len(self.requests))
         if (opened := self.plan.reasoning) is not None:
             count = sum(reasoning_tokens(request.tokens, opened) for request in self.requests)
@@ -60,7 +56,6 @@ class Prepared:
         return usage
 
     def finished(self) -> list[Answer]:
-        """Return the complete answers of the engine requests, which have finished."""
         answers = self.answers()
         for answer, request in zip(answers, self.requests, strict=True):
             answer.add(text_of_tokens(request.tokens), request.finish_reason)
@@ -101,7 +96,6 @@ def pin_of(*parts: tuple[str, Any]) -> dict[str, Any]:
 
 
 def template_variables(variables: Mapping[str, Any] | None, add_generation_prompt: bool | None) -> dict[str, Any]:
-    """Return the variables that a client sets for the chat template, such as `enable_thinking`."""
     if taken := _TAKEN & (variables or {}).keys():
         message = f"chat_template_kwargs.{min(taken)}: the server itself sets this variable"
         raise ApiError(400, message, param="chat_template_kwargs")
@@ -110,7 +104,6 @@ def template_variables(variables: Mapping[str, Any] | None, add_generation_promp
 
 
 def continuation(messages: Sequence[Mapping[str, Any]], asked: bool | None, new_turn: bool | None) -> dict[str, Any]:
-    """Return {"continue_final_message": True} if the answer shall continue the last chat message, otherwise {}."""
     if asked and new_turn:
         message = "continue_final_message and add_generation_prompt are both true"
         raise ApiError(400, message, param="continue_final_message")

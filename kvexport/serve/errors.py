@@ -10,7 +10,6 @@ from kvexport.errors import (
     EngineEndedError,
     EnvironmentProblem,
     KvexportError,
-    QueueFullError,
     UsageError,
     lacks_files,
 )
@@ -21,8 +20,6 @@ _ANTHROPIC = {**_OPENAI, 413: "request_too_large", 503: "overloaded_error"}
 
 
 class ApiError(Exception):
-    """An exception that the server turns into an HTTP response with an error status."""
-
     def __init__(
         self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry_after: int = 0
     ) -> None:
@@ -46,17 +43,14 @@ def overloaded(message: str, retry_after: int = 1) -> ApiError:
 
 
 def engine_failed() -> ApiError:
-    """Return the HTTP error for a server whose engine has failed, so that the server must be restarted."""
     return ApiError(500, "the engine has failed; the server's log says why", code="engine_failed")
 
 
 def no_files() -> ApiError:
-    """Return the HTTP error for a request that found no file descriptor left in the server."""
     return overloaded("the server has too many files open: it needs a larger limit (ulimit -n), or fewer clients", 5)
 
 
 def api_error(error: BaseException) -> ApiError:
-    """Return the HTTP error that a client sees for an exception."""
     if isinstance(error, ApiError):
         return error
     if lacks_files(error):
@@ -65,7 +59,7 @@ def api_error(error: BaseException) -> ApiError:
         field = _FIELD.match(error.problem)
         message = f"{error.problem} ({error.fix})" if error.fix else error.problem
         return ApiError(400, message, param=field and field[1])
-    if isinstance(error, QueueFullError | DeadlineError):
+    if isinstance(error, DeadlineError):
         return overloaded(error.problem)
     if isinstance(error, EngineEndedError):
         return engine_failed()

@@ -48,7 +48,6 @@ class Body(BaseModel):
     model: str | None = None
 
     def ignored(self) -> list[str]:
-        """Return the names of the request's fields that the server does not know."""
         names = [*(self.model_extra or ())]
         for field, known in self.KEYS.items():
             names += [f"{field}.{key}" for key in dict(getattr(self, field) or {}) if key not in known]
@@ -63,16 +62,12 @@ def _few(biases: Any) -> Any:
 
 
 class StreamOptions(BaseModel):
-    """Schema of OpenAI's request object `stream_options`."""
-
     model_config = ConfigDict(strict=True, extra="allow")
 
     include_usage: bool | None = None
 
 
 class Sampling(Body):
-    """Schema of the sampling fields that OpenAI's chat and completion bodies share, with vLLM's additions."""
-
     KEYS: ClassVar[Mapping[str, Collection[str]]] = {"stream_options": ("include_usage",)}
 
     stream: bool | None = None
@@ -103,7 +98,6 @@ class Sampling(Body):
     min_tokens: int | None = Field(None, ge=0)
 
     def form(self) -> Grammar | None:
-        """Return the grammar that the request sets for its answer; None for free text."""
         older = older_form({name: getattr(self, name) for name in OLDER_FORMS})
         return structured_form(self.structured_outputs) or older or response_form(self.response_format)
 
@@ -157,7 +151,6 @@ B = TypeVar("B", bound=Body)
 
 
 def parse(kind: type[B], data: bytes) -> B:
-    """Parse and validate the JSON body of an HTTP request with the schema `kind`."""
     try:
         content = read_json(data or b"{}")
     except TooManyValues as error:
@@ -177,7 +170,6 @@ def parse(kind: type[B], data: bytes) -> B:
 
 
 def refuse(body: BaseModel, name: str, allowed: Sequence[Any], reason: str) -> None:
-    """Raise an HTTP error if a request sets a field to a value that the server does not support."""
     value = getattr(body, name)
     if value is not None and value not in allowed:
         shown = json.dumps(value, default=str)[:80]

@@ -18,8 +18,6 @@ _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 class Guard:
-    """ASGI middleware for access control: it passes allowed requests to `app`, and answers others with an error."""
-
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
         self.app = app
         self._keys = settings.api_keys
@@ -75,7 +73,6 @@ def _matches(candidates: Sequence[str], keys: Sequence[str]) -> bool:
 
 
 def _netloc(origin: str) -> str | None:
-    """Return the host and port of an HTTP Origin header; None if it is not an address."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:
@@ -83,7 +80,6 @@ def _netloc(origin: str) -> str | None:
 
 
 def _name(host: str) -> str:
-    """Return the host name in an HTTP Host header without its port; "" if it is not an address."""
     try:
         return (urlsplit(f"//{host}").hostname or "").lower()
     except ValueError:

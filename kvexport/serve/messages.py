@@ -39,15 +39,12 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class CountBody(Body):
-    """Schema of the JSON body of /v1/messages/count_tokens."""
-
     messages: Objects = Field(min_length=1)
     system: str | Objects | None = None
     tools: Objects | None = None
     tool_choice: dict[str, Any] | None = None
 
     def conversation(self) -> Conversation:
-        """Return the conversation that an Anthropic request describes, with messages as chat templates read them."""
         messages: list[dict[str, Any]] = []
         if self.system:
             blocks = self.system if isinstance(self.system, list) else []
@@ -71,8 +68,6 @@ class CountBody(Body):
 
 
 class MessagesBody(CountBody):
-    """Schema of the JSON body of /v1/messages."""
-
     KEYS: ClassVar[Mapping[str, Collection[str]]] = {"output_config": ("format", "effort"), "thinking": ("type",)}
 
     max_tokens: int = Field(ge=1)
@@ -86,7 +81,6 @@ class MessagesBody(CountBody):
     session_id: str | None = None
 
     def template_variables(self, service: Service) -> dict[str, Any]:
-        """Return the chat template's variables for the request fields `output_config.effort` and `thinking`."""
         wanted = self.effort()
         kind = (self.thinking or {}).get("type")
         if kind is None:
@@ -97,18 +91,15 @@ class MessagesBody(CountBody):
         return {**wanted, "enable_thinking": kind != "disabled"}
 
     def effort(self) -> dict[str, Any]:
-        """Return the chat template's variables for the request field `output_config.effort`."""
         return effort((self.output_config or {}).get("effort"), "output_config.effort")
 
     def sampling(self) -> Sampling:
-        """Return the request's sampling settings as fields of OpenAI's API."""
         return Sampling(
             temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, stop=self.stop_sequences or None
         )
 
 
 async def messages(service: Service, request: Request) -> Response:
-    """Answer /v1/messages: generate the reply to a conversation, as one JSON object or as a stream."""
     body = await service.read(request, MessagesBody)
     model = service.check_model(body.model)
     conversation = body.conversation()
@@ -138,7 +129,6 @@ async def messages(service: Service, request: Request) -> Response:
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
-    """Answer /v1/messages/count_tokens: the number of tokens of a conversation."""
     body = await service.read(request, CountBody)
     service.check_model(body.model)
     conversation = body.conversation()
@@ -148,8 +138,6 @@ async def count_tokens(service: Service, request: Request) -> Response:
 
 
 class MessageStream:
-    """Writer of the server-sent events of one Anthropic message, whose content is a sequence of blocks."""
-
     def __init__(self, head: Mapping[str, Any], prepared: Prepared) -> None:
         self._head = head
         self._request = prepared.requests[0]
@@ -196,7 +184,6 @@ class MessageStream:
         return _event("content_block_stop", index=self._block)
 
     def end(self) -> bytes:
-        """Return the server-sent events that end the message, with its stop reason and token counts."""
         delta = _ended(self._request, self._answer.finish_reason)
         return (
             self._close() + _event("message_delta", delta=delta, usage=_usage(self._request)) + _event("message_stop")

@@ -39,26 +39,17 @@ class Metrics:
         self._generated_sizes = tokens("vllm:request_generation_tokens", "Tokens of a request's answer.")
 
     def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """Register a Prometheus gauge whose value is `value()` when /metrics is read."""
         Gauge(name, text, ("model_name",), registry=self.registry).labels(self._model).set_function(value)
 
     def counter(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """Register a Prometheus counter whose value is `value()` when /metrics is read."""
         self.registry.register(_Counted(name, text, self._model, value))
 
     def added(self, request: Request) -> None:
-        """Count a new request, which begins to wait for a lane of the batch."""
         self._prompt.inc(len(request.ids))
         self._prompt_sizes.observe(len(request.ids))
 
     def tokens(self, count: int, seconds: float, *, first: bool) -> None:
-        """Record newly generated tokens of a request, with their latency.
-
-        Args:
-            count: The number of new tokens.
-            seconds: Seconds since the request's previous tokens, or since its arrival for its first tokens.
-            first: Whether these are the request's first tokens.
-        """
+        """Record new tokens, `seconds` after the request's previous ones, or after its arrival for its first ones."""
         self._generated.inc(count)
         if first:
             self._first.observe(seconds)
@@ -67,7 +58,6 @@ class Metrics:
                 self._between.observe(seconds / count)
 
     def finished(self, request: Request, seconds: float) -> None:
-        """Record a finished request, `seconds` after its arrival."""
         self._whole.observe(seconds)
         self._generated_sizes.observe(len(request.tokens))
         self._succeeded.labels(self._model, request.finish_reason or "").inc()

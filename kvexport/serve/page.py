@@ -15,7 +15,6 @@ from kvexport.serve.service import Service
 
 
 async def page(_: Service, __: Request) -> Response:
-    """Answer /: a web page with a chat and the state of the batch lanes."""
     return Response(text(), media_type="text/html", headers=headers())
 
 

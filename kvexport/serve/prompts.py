@@ -45,14 +45,10 @@ class EncodedChat(NamedTuple):
 class Beside(Protocol):
     """Type of a function that runs another function outside of the event loop's thread."""
 
-    def __call__(self, work: Callable[[], T], size: int = 0, images: int = 0, /) -> Awaitable[T]:
-        """Run `work` on `size` characters and on images outside of the event loop's thread, and return its result."""
-        ...
+    def __call__(self, work: Callable[[], T], size: int = 0, images: int = 0, /) -> Awaitable[T]: ...
 
 
 class Prompts:
-    """Encoder of clients' prompts and conversations, with the tokenizer and the chat template of a server's engine."""
-
     def __init__(self, engine: Engine, beside: Beside, settings: ServeSettings) -> None:
         self.engine = engine
         # With room for pinned tokens, the first system messages and tools are pinned if they fit.
@@ -146,7 +142,6 @@ class Prompts:
         return await self._beside(work, _characters(messages), pictures)
 
     async def text_of(self, prompt: str | Sequence[int]) -> str:
-        """Return a prompt as text; a prompt of token ids is decoded."""
         tokenizer = self.engine.tokenizer
         if isinstance(prompt, str):
             return prompt

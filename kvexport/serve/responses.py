@@ -24,8 +24,6 @@ from kvexport.serve.worker import Update
 
 
 class ResponsesBody(Body):
-    """Schema of the JSON body of /v1/responses."""
-
     KEYS: ClassVar[Mapping[str, Collection[str]]] = {"text": ("format",), "reasoning": ("effort",)}
 
     input: str | Objects
@@ -65,7 +63,6 @@ class ResponsesBody(Body):
 
 
 async def create_response(service: Service, request: Request) -> Response:
-    """Answer POST /v1/responses: generate the reply to a conversation, as one JSON object or as a stream."""
     body = await service.read(request, ResponsesBody)
     model = service.check_model(body.model)
     conversation, messages = body.to_conversation(service)
@@ -87,12 +84,10 @@ async def create_response(service: Service, request: Request) -> Response:
 
 
 async def get_response(service: Service, request: Request) -> Response:
-    """Answer GET /v1/responses/ID: a stored response."""
     return JSONResponse(service.responses.get(request.path_params["name"]).body)
 
 
 async def delete_response(service: Service, request: Request) -> Response:
-    """Answer DELETE /v1/responses/ID: delete a stored response."""
     name = request.path_params["name"]
     service.responses.remove(name)
     return JSONResponse({"id": name, "object": "response", "deleted": True})
@@ -103,20 +98,16 @@ _KINDS = {"text": "message", "reasoning": "reasoning"}  # the kind of item for e
 
 
 class Item:
-    """One output item of a response of OpenAI's Responses API: reasoning, a message, or a function call."""
-
     def __init__(self, kind: str, call_id: str = "", name: str = "", text: str = "") -> None:
         self.kind, self.call_id, self.name, self.text = kind, call_id, name, text
         self.id = f"{_IDS[kind]}_{uuid.uuid4().hex}"
 
     def content(self) -> dict[str, Any]:
-        """Return the text of an output item (message or reasoning) as a content part in OpenAI's form."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
 
     def data(self, status: str) -> dict[str, Any]:
-        """Return the output item as JSON. An item that is still in progress shows no text."""
         common = {"id": self.id, "type": self.kind, "status": status}
         begun = status != "in_progress"
         if self.kind == "message":
@@ -128,15 +119,12 @@ class Item:
 
 
 class OpenResponse:
-    """A response of the Responses API whose answer is still being generated."""
-
     def __init__(
         self, service: Service, head: dict[str, Any], prepared: Prepared, messages: list[dict[str, Any]] | None
     ) -> None:
         self._service, self.head, self.prepared, self._messages = service, head, prepared, messages
 
     def finish(self, answer: Answer, items: list[Item]) -> dict[str, Any]:
-        """Complete the response with its answer, store it if the request says so, and return it as JSON."""
         cut = answer.finish_reason == "length"
         status = "incomplete" if cut else "completed"
         details = {"reason": "max_output_tokens"} if cut else None
@@ -157,8 +145,6 @@ class OpenResponse:
 
 
 class ResponseStream:
-    """Writer of the server-sent events of OpenAI's Responses API."""
-
     def __init__(self, response: OpenResponse) -> None:
         self._response = response
         self._answer = response.prepared.answers()[0]
@@ -174,7 +160,6 @@ class ResponseStream:
         return b"".join(map(self._events_of, self._answer.add(update.text, update.finish_reason)))
 
     def end(self) -> bytes:
-        """Return the server-sent events that end a response, with its whole content."""
         cut = self._answer.finish_reason == "length"
         start = b"" if self._items else self._begin(Item("message"))
         last = self._close("incomplete" if cut else "completed")
@@ -210,7 +195,6 @@ class ResponseStream:
         return begun
 
     def _close(self, status: str = "completed") -> bytes:
-        """Return the server-sent events that end the output item in progress."""
         if not self._open:
             return b""
         self._open = False
@@ -235,7 +219,6 @@ class ResponseStream:
 
 
 def _head(body: ResponsesBody, model: str) -> dict[str, Any]:
-    """Return the JSON fields of a response that are known before its answer is generated."""
     return {
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",

@@ -104,7 +104,6 @@ class Server(uvicorn.Server):
 
 
 def run(app: Starlette, listener: socket.socket, on_ready: Callable[[], None]) -> None:
-    """Serve the application over HTTP on a socket, until a signal ends it."""
     # The event loop sends every token at once, so it must soon get the GIL from the engine's thread.
     sys.setswitchinterval(0.001)
     with listener:

@@ -57,21 +57,13 @@ class Rendering(Protocol):
     Every method returns the bytes of events, b"" for no event.
     """
 
-    def begin(self) -> bytes:
-        """Return the server-sent events before the answer."""
-        ...
+    def begin(self) -> bytes: ...
 
-    def add(self, update: Update) -> bytes:
-        """Return the server-sent events for the tokens of one engine step."""
-        ...
+    def add(self, update: Update) -> bytes: ...
 
-    def end(self) -> bytes:
-        """Return the server-sent events after all answers are complete."""
-        ...
+    def end(self) -> bytes: ...
 
-    def fail(self, error: ApiError) -> bytes:
-        """Return the server-sent events that end the stream with an error."""
-        ...
+    def fail(self, error: ApiError) -> bytes: ...
 
 
 class Service:
@@ -81,7 +73,6 @@ class Service:
         options = replace(
             engine.options,
             latency_budget=settings.latency_budget,
-            preempts=settings.preempts,
             prefix_memory=settings.prefix_memory,
         )
         served = engine.with_options(options)
@@ -134,18 +125,12 @@ class Service:
         return body
 
     def name_unread(self, request: Request, fields: Mapping[str, Collection[str]]) -> None:
-        """Name the fields of a request that only set variables which the chat template does not read.
-
-        Args:
-            request: The HTTP request.
-            fields: The variables of the chat template that each field sets.
-        """
+        """Name those of the fields, each with the variables it sets, of which the chat template reads no variable."""
         template = self.engine.chat_template
         source = "" if template is None else "".join(template.sources.values())
         _name_ignored(request, [name for name, sets in fields.items() if sets and not any(x in source for x in sets)])
 
     def check_model(self, name: str | None) -> str:
-        """Return the model name for the response to a request. Raise ApiError (404) for an unknown model."""
         if name is None or name in self.settings.names or "*" in self.settings.names or self.adapter(name):
             return name or self.model
         names = ", ".join(sorted({self.model, *self.settings.names, *self.engine.adapters.by_name} - {"*"}))
@@ -157,7 +142,6 @@ class Service:
         return model if model in self.engine.adapters.by_name else None
 
     async def beside(self, work: Callable[[], T], size: int = 0, images: int = 0) -> T:
-        """Run `work` on `size` bytes or characters and on images outside of the event loop's thread."""
         if images and _is_full(self._images, self.settings.queue):
             raise overloaded(f"{self.settings.queue} requests with images wait, and no more than that may")
         if images:  # their vectors take memory, so a request that the engine's queue will refuse gets none
@@ -185,7 +169,6 @@ class Service:
     async def requests_for(
         self, conversation: Conversation, sampling: Sampling, tokens: int | None, **settings: Any
     ) -> Prepared:
-        """Return engine requests for the answers to a conversation, ready to be queued."""
         tools = check_tools(conversation.tools)
         callable_, must = choose(tools, conversation.tool_choice)
         shown = tools if callable_ else None
@@ -291,7 +274,6 @@ class Service:
         return job
 
     def end(self, job: Job) -> None:
-        """End the job of an HTTP request, and cancel its engine requests that still run."""
         if job.timer is not None:
             job.timer.cancel()
         self.worker.cancel(job)
@@ -301,8 +283,6 @@ class Service:
         self.worker.cancel(job)
 
     async def whole(self, request: Request, prepared: Prepared) -> None:
-        """Run all engine requests of a non-streaming HTTP request to their end."""
-
         async def work() -> None:
             job = await self.submit(prepared, streams=False)
             try:
@@ -320,7 +300,6 @@ class Service:
             await self.sessions.keep(prepared.turn, snapshot)
 
     async def stream(self, prepared: Prepared, rendering: Rendering) -> Response:
-        """Return an HTTP response that streams the answers as server-sent events while they are generated."""
         job = await self.submit(prepared, streams=True)
         events = self._events(job, prepared, rendering)
         return EventStream(events, self.settings.stall, on_end=lambda: self.end(job), headers=prepared.headers)
@@ -346,7 +325,6 @@ class Service:
 
 
 def _is_full(limiter: anyio.CapacityLimiter, queue: int) -> bool:
-    """Return whether a limiter's threads are taken and `queue` requests wait for them."""
     return limiter.available_tokens < 1 and limiter.statistics().tasks_waiting >= queue
 
 
@@ -355,5 +333,4 @@ def _name_ignored(request: Request, names: Iterable[str]) -> None:
 
 
 def session_bytes(manifest: Manifest) -> int:
-    """Return the largest size of a session (a stored conversation with its KV cache) in bytes."""
     return state_bytes(manifest.recipe, manifest.cache) + 16 * manifest.limits.max_length + (1 << 20)

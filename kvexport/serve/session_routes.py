@@ -13,7 +13,6 @@ from kvexport.serve.sessions import check_session_name
 
 
 async def get_session(service: Service, request: Request) -> Response:
-    """Answer GET /v1/sessions/NAME: a stored conversation as bytes, for another server of the same artifact."""
     name = _path_name(request)
     snapshot = await service.sessions.get(name)
     if snapshot is None:
@@ -22,7 +21,6 @@ async def get_session(service: Service, request: Request) -> Response:
 
 
 async def put_session(service: Service, request: Request) -> Response:
-    """Answer PUT /v1/sessions/NAME: store a conversation whose bytes came from another server."""
     name = _path_name(request)
     data = await read_bytes(request, service.session_bytes)
     try:
@@ -35,7 +33,6 @@ async def put_session(service: Service, request: Request) -> Response:
 
 
 async def delete_session(service: Service, request: Request) -> Response:
-    """Answer DELETE /v1/sessions/NAME: delete a stored conversation."""
     name = _path_name(request)
     try:
         known = await service.sessions.delete(name)

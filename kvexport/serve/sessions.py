@@ -52,8 +52,6 @@ class Turn:
 
 @dataclass
 class _Line:
-    """The turns of one session (conversation): the running turn, and the turns that wait for the session's lock."""
-
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     turns: int = 0
     running: Turn | None = None
@@ -205,7 +203,6 @@ class Sessions:
 
     @contextlib.asynccontextmanager
     async def _other_servers(self, name: str) -> AsyncIterator[None]:
-        """Hold the lock of a session among the servers that share the session folder."""
         end = time.monotonic() + self._settings.timeout
         while not self.store.begin_turn(name):
             if time.monotonic() > end:
@@ -228,7 +225,6 @@ class Sessions:
 
 
 def turn_of(request: Request, body_name: str | None, answers: int = 1) -> Turn | None:
-    """Return an HTTP request's turn of the session that its body or header names; None without a session."""
     name = body_name if body_name is not None else request.headers.get(HEADER)
     if name is None:
         return None
@@ -239,7 +235,6 @@ def turn_of(request: Request, body_name: str | None, answers: int = 1) -> Turn |
 
 
 def check_session_name(name: str) -> None:
-    """Raise ApiError for a name that no session can have."""
     if not NAME.fullmatch(name):
         message = "session_id: 1 to 64 letters, digits, - and _, the first a letter or a digit"
         raise ApiError(400, message, param="session_id")

@@ -15,17 +15,12 @@ KEY_VARIABLE = "KVEXPORT_API_KEY"  # an API key of a server
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """The limits and options of an HTTP server."""
-
     # Names of the model in requests. /v1/models lists the first one. "*" accepts any name.
     names: tuple[str, ...] = ("kvexport",)
     # API keys; every client needs one of them. Without keys every client that reaches the server may use it.
     api_keys: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()  # further host names that a server without keys accepts
     origins: tuple[str, ...] = ()  # origins of web pages that may call the server, besides its own page
-    # Whether a waiting request takes the lane of a running request with a higher `priority` number, which continues
-    # later
-    preempts: bool = False
     # Whether reasoning is separated from the text of answers, for models whose chat template has reasoning
     reasoning: bool = True
     # Whether the first system messages and tools of conversations are pinned, if the artifact has room for them
@@ -34,7 +29,6 @@ class ServeSettings:
     choices: int = 128  # largest number of answers to one HTTP request: `n` times its prompts
     body: int = 16 * MIB  # largest size of a request body in bytes
     images: int = 64  # largest number of images in one conversation
-    image_folder: str | None = None  # absolute path of the folder whose files a request may name as file:PATH
     # Largest number of tokens of one answer; None allows as many as the artifact's length
     max_tokens: int | None = None
     timeout: float = 1800.0  # seconds that one HTTP request may take in total
@@ -61,7 +55,6 @@ _KEY = re.compile(r"[!-~]+")  # visible ASCII: a header cannot carry other chara
 
 
 def check_keys(keys: Sequence[str]) -> None:
-    """Raise UsageError unless every API key is visible ASCII without spaces."""
     for number, key in enumerate(keys, 1):
         if not _KEY.fullmatch(key):
             wrong = "has characters other than visible ASCII" if key else "is empty"

@@ -20,7 +20,6 @@ from kvexport.serve.service import Service
 
 
 async def stats(service: Service, _: Request) -> Response:
-    """Answer /stats: the state of each batch lane, the memory of the KV caches, and how many tokens were generated."""
     worker = service.worker
     seen = await worker.call(lambda: lanes_now(service.engine, service.lanes))
     plan = service.engine.plan
@@ -44,7 +43,6 @@ async def stats(service: Service, _: Request) -> Response:
 
 
 def measure(service: Service) -> None:
-    """Register Prometheus metrics of the batch lanes, the prefix cache and the sessions."""
     engine, worker, lanes, metrics = service.engine, service.worker, service.lanes, service.metrics
 
     def running() -> int:
@@ -75,9 +73,6 @@ def measure(service: Service) -> None:
     sessions = service.sessions
     metrics.gauge("kvexport:session_bytes", "Bytes of the sessions in memory.", lambda: sessions.memory_bytes)
     metrics.gauge("kvexport:session_disk_bytes", "Bytes of the session files.", lambda: sessions.disk_bytes)
-    metrics.counter(
-        "vllm:num_preemptions", "Requests that lost their lane to a better priority.", lambda: engine.preemptions
-    )
     metrics.counter("kvexport:merges", "Merges, which bring a lane's cache back to its budget.", lambda: lanes.merges)
 
 
@@ -96,14 +91,12 @@ def lanes_now(engine: Engine, lanes: Lanes) -> list[dict[str, Any]]:
 
 
 def tokens_per_slot(engine: Engine, lanes: Lanes) -> float:
-    """Return how many tokens a KV-cache slot stands for, over all lanes in use; 0 if no lane is in use."""
     used = [request.lane for request in engine.running()]
     slots = sum(lanes.occupied(lane) for lane in used)
     return sum(lanes.length[lane] for lane in used) / slots if slots else 0.0
 
 
 def full_bytes_per_token(plan: CachePlan) -> int:
-    """Return the bytes that each token would take in a full KV cache, without compression."""
     return sum(layer.slot_bytes() for layer in plan.caches)
 
 

@@ -29,7 +29,6 @@ def event(data: Any, name: str = "") -> bytes:
 
 
 def error_event(error: ApiError, path: str) -> bytes:
-    """Return the server-sent event that ends a stream with an error, in the form of the API at `path`."""
     if path.startswith("/v1/messages"):
         return event(error.body(path), "error")
     return event(error.body(path)) + DONE
@@ -48,14 +47,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """An HTTP response that sends server-sent events as they are generated.
-
-    Args:
-        events: The bytes of the events.
-        stall: Seconds after which a client that receives no data counts as disconnected.
-        on_end: A function that is called when the stream ends for any reason.
-        headers: Further headers of the response.
-    """
+    """An HTTP response that sends server-sent events; a client that receives nothing for `stall` seconds is gone."""
 
     media_type = "text/event-stream"
 

@@ -1,4 +1,4 @@
-"""The routes /tokenize and /detokenize, with vLLM's fields, and the refusal of /v1/embeddings."""
+"""The routes /tokenize and /detokenize, with vLLM's fields."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from kvexport.serve.service import Service
 
 
 class TokenizeBody(Body):
-    """Schema of the JSON body of /tokenize: a prompt, or chat messages."""
-
     prompt: str | None = None
     messages: Objects | None = None
     tools: Objects | None = None
@@ -27,13 +25,10 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """Schema of the JSON body of /detokenize: token ids."""
-
     tokens: TokenIds
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    """Answer /tokenize: the token ids of a prompt or of chat messages."""
     body = await service.read(request, TokenizeBody)
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -54,14 +49,6 @@ async def tokenize(service: Service, request: Request) -> Response:
 
 
 async def detokenize(service: Service, request: Request) -> Response:
-    """Answer /detokenize: the text of token ids, special tokens included."""
     body = await service.read(request, DetokenizeBody)
     service.check_model(body.model)
     return JSONResponse({"prompt": await service.prompts.text_of(body.tokens)})
-
-
-async def embeddings(service: Service, request: Request) -> Response:
-    """Answer /v1/embeddings: an error, because the graphs of artifacts return logits and no hidden states."""
-    model = service.check_model((await service.read(request, Body)).model)
-    message = f"{model} generates text and gives no embeddings: serve an embedding model beside it (vllm, llama-server)"
-    raise ApiError(400, message, code="unsupported_model", param="model")

@@ -29,8 +29,6 @@ log = logging.getLogger("kvexport.serve")
 
 
 class Update(NamedTuple):
-    """The new tokens of one engine request after one engine step, or the error that ended the request."""
-
     choice: int  # number of the request within its job, from 0
     tokens: Sequence[Token]
     finish_reason: FinishReason | None = None  # reason if the request has finished, else None
@@ -106,8 +104,6 @@ class Job:
 
 @dataclass
 class _Entry:
-    """An engine request that has not finished, with times of time.perf_counter()."""
-
     job: Job  # job of the request
     choice: int  # number of the request within the job
     added: float  # time at which it was queued
@@ -134,17 +130,14 @@ class Worker:
     # The methods below run in the event loop's thread.
 
     def start(self) -> None:
-        """Start the engine's thread, which sends its messages to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     @property
     def alive(self) -> bool:
-        """Whether the engine's thread runs and takes requests."""
         return self._thread.alive and not self.draining
 
     def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Run `function` in the engine's thread, between two steps."""
         return asyncio.wrap_future(self._thread.call(function), loop=self._loop)
 
     async def submit(self, job: Job) -> None:
@@ -162,7 +155,6 @@ class Worker:
         await asyncio.shield(added)  # `_rejected` is called even if the client goes away now
 
     def require_room(self, count: int) -> None:
-        """Raise ApiError (503) if the queue has no room for `count` more requests."""
         if self.pending + count > self.room:
             waiting = max(0, self.pending - self.engine.max_batch)
             raise overloaded(f"the queue is full: {waiting} requests wait, and no more than that may")

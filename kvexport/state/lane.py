@@ -40,7 +40,6 @@ def within(pins: Pins, first: int, end: int) -> Pins:
 
 
 def pinned(pins: Pins) -> int:
-    """Return the number of positions of ranges."""
     return sum(end - first for first, end in pins)
 
 

@@ -51,8 +51,6 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class SessionLost(SnapshotError):
-    """The error for a session (stored conversation) whose state is gone: it was evicted, or its process was killed."""
-
     def __init__(self, name: str) -> None:
         super().__init__(
             f"the state of session {name} is gone: it was evicted, or the server that had it in memory was killed",
@@ -61,8 +59,6 @@ class SessionLost(SnapshotError):
 
 
 class SessionConflict(SnapshotError):
-    """The error for a session (stored conversation) that another turn has changed since this turn began."""
-
     def __init__(self, name: str) -> None:
         super().__init__(f"session {name} was changed by another turn while this turn ran", "send the turn again")
 
@@ -274,7 +270,6 @@ def next_turn_and_text(
     check: Callable[[int], None] | None = None,
     **variables: Any,
 ) -> tuple[NDArray[np.int64], PromptImages | None, str] | None:
-    """Return the result of `next_turn` with the whole conversation as text, or None."""
     if engine.chat_template is None or engine.tokenizer is None:
         return None
     tokenizer, seen = engine.tokenizer, snapshot.ids.tolist()
@@ -300,14 +295,8 @@ def pins_after(
     """Return the ranges of `ids`, which continue a snapshot, that a conversation pins; None if the snapshot cannot.
 
     A snapshot cannot be continued if it has other pinned tokens than the conversation: tokens that were not pinned when
-    they were read may be merged already.
-
-    Args:
-        snapshot: The snapshot.
-        ids: The token ids that the conversation adds to those of the snapshot, from `next_turn`.
-        whole: The token ids of the conversation as one text. They may differ within answers from those of the snapshot,
-            because a model may write a text in other tokens than the tokenizer.
-        pins: The ranges (first, end) of `whole` that are pinned.
+    they were read may be merged already. `pins` are ranges of `whole`, the ids of the conversation as one text, which
+    may differ within answers: a model may write a text in other tokens than the tokenizer.
     """
     sequence, seen = np.concatenate([snapshot.ids, ids]), len(snapshot.ids)
     begins, ends = _alike(sequence, whole), len(whole) - _alike(sequence[::-1], whole[::-1])

@@ -18,7 +18,6 @@ from tests.conformance.cuda_library import (
     TYPES,
     Caller,
     HostMemory,
-    checked_launches,
     host_list,
     vote_attention_call,
 )
@@ -72,14 +71,6 @@ def call_of(
     call = vote_attention_call(attributes, dtype, query, shape, size, capacities)
     call.cache_type = TYPES[cache_type]
     return call
-
-
-def launches_of(library: ctypes.CDLL, call: Any, multiprocessors: int = 132) -> list[tuple[str, int]]:
-    """Return the program and the number of blocks of every launch of a call."""
-    set_host(library, multiprocessors=multiprocessors, shared_limit=232448)
-    launches = checked_launches(library, "vote_attention", ctypes.byref(call))
-    set_host(library)
-    return launches
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -173,74 +164,6 @@ def test_a_step_over_quantized_caches_equals_a_call_for_each_head(caller: Caller
                     np.testing.assert_allclose(got[name], x, rtol=2e-5, atol=2e-5, err_msg=f"{name} of head {h}")
                 else:
                     assert got[name].tobytes() == x.tobytes(), f"{name} of head {h}"
-
-
-# ---- how the work is divided ----
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("heads", [3, TABLE, TABLE + 1, 3 * TABLE])
-def test_a_step_is_one_launch_for_each_table_of_heads(caller: Caller, dtype: str, heads: int) -> None:
-    """A step is as many launches as over heads that share their tensors, if the layer has at most 32 KV heads."""
-    capacities = [64 + 40 * h for h in range(heads)]
-    program = "Decode" if dtype == "float32" else "DecodeMma"
-    for statistics, programs in ((BOTH[1:], [program]), (BOTH, [program, "DecodeSums"])):
-        attributes = VoteAttentionAttributes(0.3, 1.0, statistics)
-        launches = launches_of(caller.library, call_of(capacities, attributes, dtype, 2, 4, 64))
-        assert [name for name, _ in launches] == programs * -(-heads // TABLE)
-
-
-def test_heads_of_one_capacity_are_one_launch_however_many(caller: Caller) -> None:
-    attributes = VoteAttentionAttributes(0.3, 1.0, BOTH)
-    for tokens, cache_type, programs in ((1, "float16", ["DecodeMma", "DecodeSums"]), (17, "int4", PROMPTS["int4"])):
-        call = call_of([64] * 3 * TABLE, attributes, cache_type, 2, 4, 64, tokens)
-        assert [name for name, _ in launches_of(caller.library, call)] == programs
-
-
-PROMPTS = {
-    "float32": ["Append", "Prefill", "PrefillScores"],
-    "float16": ["Append", "PrefillMma", "PrefillMmaScores"],
-    **{bits: ["AppendQuantized", "Prefill", "PrefillScores"] for bits in BITS},
-}
-
-
-@pytest.mark.parametrize("cache_type", PROMPTS)
-@pytest.mark.parametrize("heads", [1, 3, TABLE, TABLE + 1, 3 * TABLE])
-def test_prompts_and_quantized_caches_are_one_sequence_of_launches_for_each_table(
-    caller: Caller, cache_type: str, heads: int
-) -> None:
-    """The blocks are those of a call for each head, but for the splits of a decode step."""
-    capacities = [64 + 40 * (h * 7 % heads) for h in range(heads)]
-    attributes = VoteAttentionAttributes(0.3, 1.0, BOTH)
-    step = ["AppendQuantized", "DecodeQuantized", "DecodeSums"]
-    for tokens, programs in ((17, PROMPTS[cache_type]), (1, step if cache_type in BITS else [])):
-        if not programs:
-            continue
-        calls = [call_of(x, attributes, cache_type, 2, 4, 64, tokens) for x in (capacities, *([x] for x in capacities))]
-        together, *apart = [launches_of(caller.library, call) for call in calls]
-        assert [name for name, _ in together] == programs * -(-heads // TABLE)
-        for program in programs if tokens > 1 else ["AppendQuantized", "DecodeSums"]:
-            blocks = sum(n for name, n in together if name == program)
-            assert blocks == sum(n for launches in apart for name, n in launches if name == program), program
-
-
-@pytest.mark.parametrize("multiprocessors", [16, 132])
-@pytest.mark.parametrize("batch", [1, 8, 32])
-def test_splits_fill_the_device_and_are_no_more_than_those_of_equal_heads(
-    caller: Caller, batch: int, multiprocessors: int
-) -> None:
-    """Blocks are at most a quarter more than those of equal heads: more would take more instructions."""
-    capacities = [256, 4096, 640, 256, 1024, 2048, 320, 512] * 4
-    attributes = VoteAttentionAttributes(0.3, 1.0, BOTH[1:])
-
-    def blocks_of(slots: list[int]) -> int:
-        call = call_of(slots, attributes, "float16", batch, 1, 128)
-        ((_, blocks),) = launches_of(caller.library, call, multiprocessors)
-        return blocks
-
-    blocks, equal = blocks_of(capacities), blocks_of([sum(capacities) // len(capacities)] * len(capacities))
-    assert max(0.9 * multiprocessors, batch * len(capacities)) <= blocks
-    assert blocks <= max(1.25 * equal, batch * len(capacities)), (blocks, equal)
 
 
 def test_the_workspace_is_enough_for_any_device_and_its_counters_come_back_to_zero(caller: Caller) -> None:

@@ -16,13 +16,12 @@ import pytest
 from kvexport.ops.merge_cache import MergeCacheAttributes
 from kvexport.schema.state import STATE_NAMES
 from tests.conformance.cases import BY_PLACE, MergeProfile, MergeScenario, merge_cache_state
-from tests.conformance.cuda_library import Caller, Where, checked_launches, host_list, merge_cache_call
+from tests.conformance.cuda_library import Caller, Where, host_list, merge_cache_call
 from tests.conformance.layout import joined
 from tests.conformance.test_cuda_on_host import ORDERS, set_host
 from tests.conformance.test_cuda_on_host import caller as caller  # the fixture
 
 Arrays = dict[str, np.ndarray]
-TABLE = 32  # the most heads of a launch
 FEW = (420, 16, 150, 90)
 MANY = (*FEW, *range(40, 73))
 TYPES = ("float32", "float16")
@@ -34,14 +33,6 @@ METHODS = {
     "kvslimmer": MergeProfile("kvslimmer", "kvslimmer", rotary=BY_PLACE),
 }
 every_method = pytest.mark.parametrize("method", METHODS)
-PAIRS = ["Rank", "NearestMma", "Choose", "NearestMma", "FormSets", "MergeRows", "Order", "Place"]
-LAUNCHES = {
-    "h2o": ["Rank", "Order", "Place"],
-    "keepkv": PAIRS,
-    "ballot": PAIRS,
-    "zeromerge": ["Rank", "NearestMma", "FormSets", "MergeRows", "Order", "Place"],
-    "kvslimmer": ["Rank", "FormSets", "Attended", "MergeRows", "Order", "Place", "Turn"],
-}
 
 
 def heads_of(
@@ -55,14 +46,6 @@ def heads_of(
         states.append(merge_cache_state(profile, MergeScenario(f"{method} {h}", capacity, budget, used)))
         attributes.append(replace(profile.attributes(budget), recent=h % 5))
     return states, attributes
-
-
-def launches_of(library: ctypes.CDLL, call: Any, multiprocessors: int = 132) -> list[tuple[str, int]]:
-    """Return the program and the number of blocks of every launch of a merge."""
-    set_host(library, multiprocessors=multiprocessors, shared_limit=232448)
-    launches = checked_launches(library, "merge_cache", ctypes.byref(call))
-    set_host(library)
-    return launches
 
 
 def call_of(method: str, capacities: Sequence[int], budgets: Sequence[int], batch: int = 1, size: int = 128) -> Any:
@@ -137,42 +120,6 @@ def test_a_merge_apart_equals_the_one_in_place_and_ends_in_zeros(caller: Caller,
             for name in STATE_NAMES:
                 i, a = (np.moveaxis(x[f"present_{name}"][b, 0], name == "score", 0) for x in (one, other))
                 assert (a[n:] == 0).all() and a[:n].tobytes() == i[:n].tobytes(), name
-
-
-# ---- how the work is divided ----
-
-
-@pytest.mark.parametrize("heads", [1, 8, TABLE, TABLE + 1, 3 * TABLE])
-@every_method
-def test_a_merge_is_as_many_launches_as_with_equal_budgets(caller: Caller, method: str, heads: int) -> None:
-    """A merge has the launches of one over tensors of all heads, for each 32 heads."""
-    budgets = [64 + 24 * h for h in range(heads)]
-    call = call_of(method, [x + 32 for x in budgets], budgets)
-    equal = call_of(method, [256 + 32] * heads, [256] * heads)
-    launches = [name for name, _ in launches_of(caller.library, call)]
-    assert launches == LAUNCHES[method] * -(-heads // TABLE)
-    assert [name for name, _ in launches_of(caller.library, equal)] == LAUNCHES[method]
-
-
-@pytest.mark.parametrize("multiprocessors", [16, 132])
-@pytest.mark.parametrize("batch", [1, 8, 32])
-@pytest.mark.parametrize("method", ["ballot", "kvslimmer"])
-def test_blocks_fill_the_device_and_are_no_more_than_those_of_equal_heads(
-    caller: Caller, method: str, batch: int, multiprocessors: int
-) -> None:
-    """Budgets of 256 to 4,096 slots have about as many blocks as equal budgets of as many bytes."""
-    budgets = [256, 4096, 640, 256, 1024, 2048, 320, 512] * 4
-    mean = sum(budgets) // len(budgets)
-    own = call_of(method, [x + 32 for x in budgets], budgets, batch)
-    equal = call_of(method, [mean + 32] * len(budgets), [mean] * len(budgets), batch)
-    launches = launches_of(caller.library, own, multiprocessors)
-    shared = launches_of(caller.library, equal, multiprocessors)
-    assert len(launches) == len(shared)
-    for (name, blocks), (other, count) in zip(launches, shared, strict=True):
-        assert name == other
-        assert blocks <= max(1.5 * count, batch * len(budgets)), (name, blocks, count)
-        if name == "NearestMma":
-            assert max(0.9 * multiprocessors, batch * len(budgets)) <= blocks
 
 
 # ---- refusals ----

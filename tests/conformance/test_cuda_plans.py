@@ -1,7 +1,6 @@
 """Tests of how the CUDA kernels divide their work on GPUs that this machine lacks, for the shipped recipes' shapes."""
 
 import ctypes
-import re
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.plan.cache import LayerCache, LayerGeometry
 from kvexport.plan.planner import plan_cache
 from kvexport.recipe.load import load_recipe
-from tests.conformance.cuda_library import Caller, merge_cache_call, vote_attention_call
+from tests.conformance.cuda_library import Caller, checked_launches, merge_cache_call, vote_attention_call
 from tests.conformance.test_cuda_on_host import caller as caller  # the fixture
 from tests.conformance.test_cuda_on_host import set_host
 
@@ -36,14 +35,9 @@ def blocks_of(library: ctypes.CDLL, device: str, operator: str, call: Any) -> di
     """Return the number of blocks in a call's launches on a device, by program."""
     multiprocessors, shared = DEVICES[device]
     set_host(library, multiprocessors=multiprocessors, shared_limit=shared)
-    ask = getattr(library, f"kv_cuda_{operator}_problem")
-    ask.restype = library.kv_host_checked.restype = ctypes.c_char_p
-    assert ask(ctypes.byref(call)) is None
-    lines = library.kv_host_checked().decode().splitlines()
+    blocks = dict(checked_launches(library, operator, ctypes.byref(call)))
     set_host(library)
-    # Compilers write a name's length before the name.
-    named = [re.fullmatch(r"N2kv4cuda(\d+)(\w+) (\d+)", line) for line in lines]
-    return {match[2][: int(match[1])]: int(match[3]) for match in named if match}
+    return blocks
 
 
 def layers_of(name: str) -> tuple[Any, int, list[LayerCache]]:

@@ -12,7 +12,7 @@ import pytest
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.engine.request import Request, State
-from kvexport.errors import DeadlineError, KvexportError, QueueFullError, UsageError
+from kvexport.errors import DeadlineError, KvexportError, UsageError
 
 CHUNK, LANES = 16, 4  # the chunk and the lanes of the tiny artifact
 
@@ -169,30 +169,16 @@ def test_a_lane_whose_prompt_is_read_is_left_as_it_is_by_those_around_it_that_de
     assert len(seen) > 2 and all(seen)
 
 
-def test_those_that_wait_too_long_end_and_those_beyond_the_queue_are_refused(
-    tiny_artifact: Path, solo: Callable[..., list[int]]
-) -> None:
+def test_a_request_that_waits_too_long_ends(tiny_artifact: Path, solo: Callable[..., list[int]]) -> None:
     engine = load(tiny_artifact)
-    engine.options = replace(engine.options, max_waiting=2)
     running = [Request([n], engine.settings(max_new_tokens=8)) for n in range(LANES)]
-    waits, late = Request([9]), Request([9, 9], deadline=time.monotonic())
-    for request in (*running, waits, late):
+    late = Request([9, 9], deadline=time.monotonic())
+    for request in (*running, late):
         engine.add(request)
-    with pytest.raises(QueueFullError, match="6 requests wait already"):
-        engine.add(Request([1]))
     assert engine.step()[0] is late
     assert late.finish_reason == "error" and isinstance(late.error, DeadlineError) and late.lane == -1
-    engine.add(Request([3], engine.settings(max_new_tokens=1)))
-    with pytest.raises(QueueFullError, match="2 requests wait already"):
-        engine.add(Request([1]))
     run(engine)
     assert [answer_of(request) for request in running] == [solo([n], max_new_tokens=8) for n in range(LANES)]
-    assert waits.finish_reason == "length"
-    engine.options = replace(engine.options, max_waiting=0)
-    for request in (Request([n], engine.settings(max_new_tokens=2)) for n in range(LANES)):
-        engine.add(request)
-    with pytest.raises(QueueFullError):
-        engine.add(Request([1]))
 
 
 def test_a_latency_budget_bounds_the_rows_of_a_call_of_prompts(
@@ -220,38 +206,6 @@ def test_a_latency_budget_bounds_the_rows_of_a_call_of_prompts(
             engine.step()
         assert [answer_of(request) for request in requests] == [solo(ids, max_new_tokens=3) for ids in prompts]
     assert widths[:9] == [16, 16, 8] * 3 and max(widths[9:]) == 3 * CHUNK
-
-
-def test_a_preempted_request_continues_with_the_same_tokens(
-    tiny_artifact: Path, solo: Callable[..., list[int]]
-) -> None:
-    engine = load(tiny_artifact, lanes=2)
-    engine.options = replace(engine.options, preempts=True)
-    long = list(range(3 * CHUNK + 5))
-    slow = [Request([n], engine.settings(max_new_tokens=30), priority=5, keep=n == 2) for n in (1, 2)]
-    for request in slow:
-        engine.add(request)
-    run(engine, 9)
-    reading = Request(long, engine.settings(max_new_tokens=5), priority=3)
-    engine.add(reading)
-    run(engine, 1)
-    assert slow[1].state is State.WAITING and reading.lane == 1 and engine.preemptions == 1
-    first = Request([7], engine.settings(max_new_tokens=4))
-    second = Request([8], engine.settings(max_new_tokens=4))
-    engine.add(first)
-    engine.add(second)
-    run(engine, 2)
-    assert first.tokens and second.tokens and engine.preemptions == 3, "one request had read a part of its prompt"
-    # A request that is cancelled while it waits keeps its snapshot.
-    assert len(slow[1].tokens) >= 8 and engine.cancel(slow[1].id)
-    assert slow[1].snapshot is not None
-    again = Request((), start=slow[1].snapshot)
-    engine.add(again)
-    run(engine)
-    assert answer_of(slow[0]) == solo([1], max_new_tokens=30)
-    assert answer_of(slow[1]) + answer_of(again) == solo([2], max_new_tokens=30)
-    assert answer_of(reading) == solo(long, max_new_tokens=5)
-    assert [answer_of(request) for request in (first, second)] == [solo([n], max_new_tokens=4) for n in (7, 8)]
 
 
 def test_a_stream_that_is_closed_frees_its_lanes(tiny_artifact: Path, solo: Callable[..., list[int]]) -> None:
@@ -371,3 +325,6 @@ def test_requests_that_cannot_be_added_are_refused(tiny_artifact: Path) -> None:
             engine.add(Request(prompt))
     assert not engine.busy
     assert engine.step() == []
+    engine.add(request := Request([1]))
+    with pytest.raises(ValueError, match="added once"):
+        engine.add(request)

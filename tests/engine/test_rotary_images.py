@@ -122,16 +122,3 @@ def test_forks_and_snapshots_go_on_after_an_image(engine: Engine) -> None:
         begin += CHUNK
     assert last is not None
     assert next_turn.tokens[0].id == last[(len(whole) - 1 - (begin - CHUNK))].argmax()
-
-
-def test_a_request_that_gives_its_lane_goes_on_in_the_middle_of_an_image(engine: Engine) -> None:
-    ids, images = engine.encode_with_images(PROMPT, [WIDE, TALL])
-    right = engine.generate(PROMPT, images=[WIDE, TALL], max_new_tokens=6)[0].token_ids
-    one = engine.with_options(EngineOptions(lanes=1, preempts=True))
-    one.add(low := Request(ids, one.settings(max_new_tokens=6), images=images))
-    one.step()
-    assert low.places[low.done - 1] and low.places[low.done]
-    one.add(Request([1, 2, 3], one.settings(max_new_tokens=2), priority=-1))
-    while one.busy:
-        one.step()
-    assert one.preemptions == 1 and [token.id for token in low.tokens] == right

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvexport.engine.request import Bundle, PromptEnd, Request, State
+from kvexport.engine.request import Bundle, Request, State
 from kvexport.engine.scheduler import CALL_ROWS, MOVED_TOKENS, Schedule, Scheduler
 from kvexport.language.sampling import Sampler
 from kvexport.language.settings import GenerationSettings
@@ -157,7 +157,6 @@ def test_waiting_requests_start_by_priority_and_then_by_arrival() -> None:
         scheduler.add(each)
     order = [each for step in finish(scheduler) for each in step.admitted]
     assert [requests.index(each) for each in order] == [2, 4, 0, 3, 1]
-    assert scheduler.excess == -1
 
 
 def test_requests_expire_while_they_wait_and_not_later() -> None:
@@ -166,7 +165,6 @@ def test_requests_expire_while_they_wait_and_not_later() -> None:
     for each in requests:
         scheduler.add(each)
     scheduler.next()
-    assert scheduler.excess == 3
     assert scheduler.expired(4.9) == []
     assert scheduler.expired(5.0) == [requests[1]]
     assert scheduler.expired(1e9) == [requests[1], requests[3]]
@@ -267,47 +265,3 @@ def test_a_lane_stays_if_it_ends_soon_or_a_request_waits_for_the_free_lane() -> 
     scheduler.remove(step.admitted[0])
     run(scheduler, step := scheduler.next())
     assert not step.moved and step.decode == [requests[1], requests[2]]
-
-
-def test_a_better_priority_displaces_the_last_of_the_worst_where_no_lane_is_free() -> None:
-    scheduler = Scheduler(3, CHUNK)
-    requests = [request(CHUNK * 3, 50, priority=priority) for priority in (0, 2, 2)]
-    for each in requests[:2]:
-        scheduler.add(each)
-    run(scheduler, scheduler.next())
-    better = request(1, 5, priority=1)
-    scheduler.add(better)
-    assert scheduler.displaced() is None, "a lane is free"
-    scheduler.remove(better)
-    scheduler.add(requests[2])
-    run(scheduler, scheduler.next())
-    scheduler.add(request(1, 5, priority=2))
-    assert scheduler.displaced() is None, "no request of an equal priority"
-    for expected in (requests[2], requests[1]):
-        better = request(1, 50, priority=1)
-        scheduler.add(better)
-        assert scheduler.displaced() is expected
-        lane = expected.lane
-        scheduler.remove(expected)
-        expected.park(Any)  # type: ignore[arg-type]
-        scheduler.add(expected)
-        assert scheduler.expired(float("inf")) == []
-        step = scheduler.next()
-        assert step.admitted == [better] and better.lane == lane
-        run(scheduler, step)
-    scheduler.add(request(1, 5, priority=1))
-    assert scheduler.displaced() is None, "no running request is worse"
-    finish(scheduler)
-    assert [each.finish_reason for each in requests] == ["length"] * 3 and requests[1].done == 3 * CHUNK
-
-
-def test_a_request_that_forks_are_about_to_begin_from_keeps_its_lane() -> None:
-    scheduler = Scheduler(1, CHUNK)
-    parent = request(1, 50, priority=5)
-    scheduler.add(parent)
-    run(scheduler, scheduler.next())
-    parent.prompt_end = PromptEnd(np.zeros(2, np.float32), 0)
-    scheduler.add(request(1, 5))
-    assert scheduler.displaced() is None
-    parent.prompt_end = None
-    assert scheduler.displaced() is parent

@@ -1,11 +1,10 @@
-"""Images in requests: the three APIs, their bounds, files below a folder, sessions, prefixes and preemption."""
+"""Images in requests: the three APIs, their bounds, sessions and prefixes."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import json
-import os
 import struct
 import threading
 import time
@@ -27,7 +26,6 @@ from kvexport.images import decode
 from kvexport.state.snapshot import Snapshot
 from tests.support import models, vision
 from tests.support.browser import browser
-from tests.support.command_line import run
 from tests.support.http_server import Running, running
 from tests.support.vision import picture, png
 
@@ -49,23 +47,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of images, with links to a file and a folder beside it."""
-    beside = tmp_path_factory.mktemp("images")
-    folder = beside / "allowed"
-    (folder / "inner").mkdir(parents=True)
-    for file in (folder / "one.png", folder / "inner" / "two 2.png", beside / "secret.png"):
-        file.write_bytes(TWO if "two" in file.name else ONE)
-    (folder / "link.png").symlink_to(beside / "secret.png")
-    (folder / "links").symlink_to(beside)
-    (folder / "text.png").write_text("no image")
-    os.mkfifo(folder / "pipe.png")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(engine: Engine, folder: Path) -> Iterator[Running]:
-    with running(engine, image_folder=str(folder), preempts=True) as server:
+def server(engine: Engine) -> Iterator[Running]:
+    with running(engine) as server:
         yield server
 
 
@@ -197,6 +180,7 @@ BAD: dict[str, tuple[str, str]] = {
     "localhost": ("http://127.0.0.1:1/a.png", "not fetched from addresses"),
     "ftp": ("ftp://example.com/a.png", "not fetched from addresses"),
     "path": ("/etc/passwd", "not fetched from addresses"),
+    "file": ("file:///etc/passwd", "not fetched from addresses"),
     "empty": ("", "not fetched from addresses"),
     "no base64": ("data:image/png,abc", "no image in base64"),
     "no image": ("data:text/plain;base64,YWJj", "no image in base64"),
@@ -219,44 +203,17 @@ BAD: dict[str, tuple[str, str]] = {
     "run lengths": (data(_run_lengths(8192), "bmp"), "run lengths"),
     "many scans": (data(png(picture(9, 9), format="JPEG") + 65 * b"\xff\xda", "jpeg"), "scans"),
     "scaled": (data(png(picture(1, 100_000))), "would be scaled"),
-    "no file": ("file:none.png", "no file 'none.png'"),
-    "link": ("file:link.png", "no file"),
-    "linked folder": ("file:links/secret.png", "no file"),
-    "parent": ("file:../secret.png", "no file"),
-    "inner parent": ("file:inner/../../secret.png", "no file"),
-    "escaped parent": ("file:%2e%2e/secret.png", "no file"),
-    "absolute": ("file:///etc/passwd", "no file"),
-    "root": ("file:/", "no file"),
-    "folder": ("file:inner", "no file"),
-    "the folder": ("file:", "no file"),
-    "pipe": ("file:pipe.png", "no file"),
-    "zero": ("file:one.png%00", "no file"),
-    "no image file": ("file:text.png", "no image in one of the formats"),
-    "host": ("file://host/one.png", "no file"),
 }
 
 
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("name", BAD)
-def test_images_that_cannot_be_used_are_refused(name: str, api: str, server: Running, folder: Path) -> None:
+def test_images_that_cannot_be_used_are_refused(name: str, api: str, server: Running) -> None:
     url, problem = BAD[name]
     message = {"role": "user", "content": parts("a", f"<{url}>", api=api)}
     status, _, body = server.ask(*body_of([message], api))
     found = error_of(body, api)
     assert status == 400 and any(text in found for text in problem.split("|")), found
-    assert str(folder) not in found
-
-
-def test_refused_files_stay_open_nowhere(server: Running) -> None:
-    def ask() -> None:
-        for url in ("file:inner", "file:pipe.png", "file:link.png", "file:links/secret.png", "file:text.png"):
-            assert server.ask(*body_of([{"role": "user", "content": parts(f"<{url}>")}], "chat"))[0] == 400
-
-    ask()
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    for _ in range(8):
-        ask()
-    assert len(list(Path("/proc/self/fd").iterdir())) < before + 8
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -289,27 +246,6 @@ def test_text_that_holds_the_marker_itself_is_refused_beside_images(server: Runn
     content = [*parts(ONE), {"type": "text", "text": "what is <image>?"}]
     status, _, body = server.ask(*body_of([{"role": "user", "content": content}], "chat"))
     assert status == 400 and "2 places for images" in error_of(body, "chat")
-
-
-def test_files_below_the_folder(server: Running, engine: Engine, folder: Path) -> None:
-    right = expected(engine, (ONE, TWO))
-    for two in ("file:inner/two%202.png", f"file://{folder}/inner/two 2.png"):
-        message = {"role": "user", "content": parts("<file:one.png>", f"<{two}>")}
-        status, _, body = server.ask(*body_of([message], "chat"))
-        assert status == 200 and answer_of(body, "chat") == right
-
-
-def test_without_a_folder_no_file_is_read(engine: Engine) -> None:
-    with running(engine) as server:
-        status, _, body = server.ask(*body_of([{"role": "user", "content": parts("<file:one.png>")}], "chat"))
-    assert status == 400 and "--image-folder" in error_of(body, "chat")
-
-
-@pytest.mark.parametrize("name", ["missing", "file"])
-def test_a_folder_of_images_that_is_none_is_refused(name: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    refused = run("serve", str(tmp_path), "--image-folder", str(tmp_path / name))
-    assert refused.exit_code == 2 and "--image-folder" in refused.stderr and "Traceback" not in refused.stderr
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -396,8 +332,8 @@ def test_a_response_continues_one_with_an_image(server: Running, engine: Engine)
     assert answer_of(second[2], "responses") == expected(engine, (ONE, "what?"), (text,), ("and?",))
 
 
-def test_batches_and_preemption_change_no_answer(server: Running, engine: Engine) -> None:
-    """Eight requests with images on four lanes; those that come later take the lanes of those before them."""
+def test_batches_change_no_answer(server: Running, engine: Engine) -> None:
+    """Eight requests with images on four lanes; those that come later begin first."""
     contents = [("a" * i, ONE if i % 2 else TWO, "b" * (3 * i), *([ONE] if i % 3 else [])) for i in range(8)]
     right = [expected(engine, content) for content in contents]
     found: list[Any] = [None] * len(contents)
@@ -413,26 +349,6 @@ def test_batches_and_preemption_change_no_answer(server: Running, engine: Engine
     for thread in threads:
         thread.join()
     assert found == right
-
-
-def test_an_image_that_is_half_read_survives_preemption(engine: Engine) -> None:
-    from kvexport.engine.options import EngineOptions
-    from kvexport.engine.request import Request
-
-    one = engine.with_options(EngineOptions(lanes=1, preempts=True))
-    settings = engine.settings(max_new_tokens=5, do_sample=False)
-    ids, images = engine.encode_with_images("abc<image>def<image>", [ONE, TWO])
-    request, other = Request(ids, settings, images=images, priority=1), Request("xyz", settings)
-    one.add(request)
-    while request.done < 16:
-        one.step()
-    assert request.places[: request.done].any() and request.places[request.done :].any()
-    one.add(other)
-    while one.busy:
-        one.step()
-    assert one.preemptions == 1
-    right = engine.generate("abc<image>def<image>", images=[ONE, TWO], max_new_tokens=5, do_sample=False)
-    assert [token.id for token in request.tokens] == right[0].token_ids
 
 
 def test_the_async_engine_takes_images(engine: Engine) -> None:

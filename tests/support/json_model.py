@@ -1,6 +1,5 @@
 """The tiny model with an alphabet that includes JSON's characters, and a chat template for tools."""
 
-import shutil
 import string
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from kvexport.language.chat import ChatTemplate
 from kvexport.language.grammar import Grammars
 from kvexport.language.tokenizer import Tokenizer
 from tests.support.http_server import engine_of
-from tests.support.tiny_model import RECIPE
 
 ALPHABET = string.ascii_lowercase + string.digits + ' .,:;{}[]"<>/_-\\\n()=' + "AUSTN"
 # Tool calls have the format of Hermes and Qwen.
@@ -31,18 +29,6 @@ def json_tokenizer() -> tokenizers.Tokenizer:
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     inner.decoder = tokenizers.decoders.Fuse()
     return inner
-
-
-def make_tool_artifact(checkpoint: Path, folder: Path) -> Path:
-    """Build an artifact whose own tokenizer and chat template take tools."""
-    import kvexport
-    from kvexport.recipe.fields import Recipe
-
-    shutil.copytree(checkpoint, folder / "checkpoint")
-    json_tokenizer().save(str(folder / "checkpoint" / "tokenizer.json"))
-    (folder / "checkpoint" / "chat_template.jinja").write_text(TEMPLATE)
-    recipe = {**RECIPE, "model": {"path": str(folder / "checkpoint")}}
-    return kvexport.build(Recipe.model_validate(recipe), folder / "artifact")
 
 
 def json_engine(artifact: Path) -> Engine:

@@ -52,14 +52,6 @@ def tensors_of(cache: Arrays, spare: int = 0) -> list[torch.Tensor]:
     return [key, value, votes, score[:, :, None], padded(cache["position"], torch.int32)]
 
 
-def attended(cache: Arrays, query: np.ndarray) -> np.ndarray:
-    """Return the output of one query over a cache, in float64, by the definition of attention."""
-    logits = cache["key"] @ query
-    mass = cache["votes"] * np.exp(logits - logits.max())
-    output: np.ndarray = mass @ cache["value"] / mass.sum()
-    return output
-
-
 def score_for(logit: Any, position: Any) -> np.ndarray:
     """Return the stored score whose bias-corrected average is exp(logit) when the latest token is at max(position)."""
     position = np.asarray(position)
@@ -96,11 +88,11 @@ def appended(
     }
 
 
-def random_cache(seed: int, *, shift: float = 0.0) -> tuple[Arrays, np.ndarray]:
-    """Return a cache with fractional votes, and the query whose logits (plus `shift`) are the cache's scores."""
+def random_cache(seed: int) -> Arrays:
+    """Return a cache with fractional votes."""
     rng, count, size = np.random.default_rng(seed), 14, 6
     query = rng.normal(size=size)
-    key = rng.normal(size=(count, size)) + shift * query / (query @ query)
+    key = rng.normal(size=(count, size))
     position = np.sort(rng.choice(3 * count, count, replace=False))
     value, votes = rng.normal(size=(count, size)), np.exp(rng.normal(size=count))
-    return cache_of(key, value, votes, score_for(key @ query, position), position), query
+    return cache_of(key, value, votes, score_for(key @ query, position), position)

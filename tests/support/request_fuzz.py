@@ -22,7 +22,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": MESSAGES, "response_format": {"type": "json_object"}, "max_tokens": 3}),
     ("/v1/chat/completions", {"messages": MESSAGES, "structured_outputs": {"regex": "[a-c]+"}, "max_tokens": 3}),
     ("/v1/completions", {"prompt": ["ab", "c"], "logprobs": 2, "echo": False, **SAMPLING}),
-    ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 2, "echo": True, "session_id": "s"}),
+    ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 2, "session_id": "s"}),
     ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2, "session_id": "t", "stream": True}),
     ("/v1/responses", {"input": "hi", "instructions": "be", "max_output_tokens": 3, "store": True, "metadata": {}}),
     ("/v1/responses", {"input": BLOCKS, "tools": [{"type": "function", **TOOL}], "tool_choice": "none"}),

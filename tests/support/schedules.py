@@ -80,8 +80,7 @@ class Schedule:
         for engine in self.engines:
             engine.prefixes = Prefixes(CHUNK, int(self.rng.integers(0, 20)) * 30_000)
             budget = (None, 1e-4)[self.rng.integers(2)]
-            engine.options = replace(engine.options, latency_budget=budget, preempts=bool(self.rng.integers(8)))
-            engine.preemptions = 0
+            engine.options = replace(engine.options, latency_budget=budget)
         self.store = SessionStore(self.engines[0].manifest, memory=150_000, folder=folder, disk=1 << 30)
         self.running: list[tuple[Engine, Talk]] = []
         self.parked: list[tuple[Snapshot, Talk]] = []
@@ -107,7 +106,6 @@ class Schedule:
         for engine in self.engines:
             assert engine.step() == [] and not engine.busy
             assert engine._scheduler.running() == [] and engine._requests == {} and len(engine._forks) == 0
-            self.happened["parked"] += engine.preemptions
             assert engine.prefixes is not None and engine.prefixes.nbytes <= engine.prefixes.limit
         return self.happened
 

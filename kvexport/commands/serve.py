@@ -122,6 +122,16 @@ def serve(
         request_option(help="Pin system prompts and tools, if the artifact has room for them (cache.pinned)."),
     ] = True,
     max_tokens: Annotated[int | None, request_option(min=1, help="Limit every answer to this many tokens.")] = None,
+    image_folder: Annotated[
+        Path | None,
+        request_option(
+            exists=True,
+            file_okay=False,
+            resolve_path=True,
+            metavar="DIR",
+            help="Read images from files below this folder, which requests name as file:PATH.",
+        ),
+    ] = None,
     timeout: Annotated[float, request_option(min=1, help="End a request after this many seconds.")] = 1800.0,
     prefix_memory: Annotated[
         str,
@@ -184,6 +194,7 @@ def serve(
         pins_system=pin_system,
         queue=queue,
         max_tokens=max_tokens,
+        image_folder=None if image_folder is None else str(image_folder),
         latency_budget=latency_budget,
         prefix_memory=parse_bytes(prefix_memory),
         session_memory=parse_bytes(session_memory),

@@ -1,13 +1,17 @@
-"""Images in the messages of HTTP requests, as data: URIs. Nothing is fetched from addresses."""
+"""Images in the messages of HTTP requests: data: URIs, and files below a folder. Nothing is fetched from addresses."""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import unquote
 
 from kvexport.errors import UsageError
 from kvexport.images.decode import FORMATS, MOST_BYTES, MOST_PIXELS, read_image
@@ -34,19 +38,25 @@ class Picture(NamedTuple):
     def refused(self, problem: str) -> ApiError:
         return ApiError(400, f"{self.where}: {problem}", param=self.where, code="invalid_image")
 
-    def open(self) -> Image:
-        found = _DATA.match(self.url)
-        if found is None and self.url[:5].lower() == "data:":
+    def open(self, folder: str | None) -> Image:
+        """Return the image, decoded within bounds. Raise ApiError if it cannot be used."""
+        formats: tuple[str, ...] = FORMATS
+        if (found := _DATA.match(self.url)) is not None:
+            kind = {"JPG": "JPEG"}.get(found[1].upper(), found[1].upper())
+            if kind not in FORMATS:
+                raise self.refused(f"an image of type {kind}, and {', '.join(FORMATS)} are read")
+            formats = (kind,)
+            if len(self.url) - found.end() > MOST_BYTES * 4 // 3 + 4:
+                raise self.refused(f"the image has more than {MOST_BYTES >> 20} MiB")
+            data = self._decoded(self.url[found.end() :])
+        elif self.url[:5].lower() == "file:":
+            data = self._read(folder)
+        elif self.url[:5].lower() == "data:":
             raise self.refused(f"the data: URI is no image in base64: {_SENT}")
-        if found is None:
+        else:
             raise self.refused(f"images are not fetched from addresses: {_SENT}")
-        kind = {"JPG": "JPEG"}.get(found[1].upper(), found[1].upper())
-        if kind not in FORMATS:
-            raise self.refused(f"an image of type {kind}, and {', '.join(FORMATS)} are read")
-        if len(self.url) - found.end() > MOST_BYTES * 4 // 3 + 4:
-            raise self.refused(f"the image has more than {MOST_BYTES >> 20} MiB")
         try:
-            return read_image(self._decoded(self.url[found.end() :]), formats=(kind,), served=True)
+            return read_image(data, formats=formats, served=True)
         except UsageError as error:
             raise self.refused(f"{error.problem} ({error.fix})") from None
 
@@ -59,8 +69,38 @@ class Picture(NamedTuple):
         except (binascii.Error, ValueError):
             raise self.refused("the image's data is no base64") from None
 
+    def _read(self, folder: str | None) -> bytes:
+        """Return the bytes of a file below the folder of images. No part of the path may be a symbolic link."""
+        if folder is None:
+            raise self.refused(f"this server reads no files (--image-folder lets it): {_SENT}")
+        path = PurePosixPath(unquote(self.url[5:]).removeprefix("//"))
+        if path.is_absolute() and path.is_relative_to(folder):
+            path = path.relative_to(folder)
+        *folders, name = path.parts or ("",)
+        try:
+            if path.is_absolute() or ".." in path.parts:
+                raise OSError
+            current = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            for part in [*folders, name]:
+                kind = os.O_NONBLOCK if part is name else os.O_DIRECTORY
+                try:
+                    inner = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | kind, dir_fd=current)
+                finally:
+                    os.close(current)
+                current = inner
+            regular = stat.S_ISREG(os.fstat(current).st_mode)
+            if not regular:  # `os.fdopen` of a folder fails, and leaves it open
+                os.close(current)
+                raise OSError
+            with os.fdopen(current, "rb") as file:
+                data = file.read(MOST_BYTES + 1)
+        except (OSError, ValueError):
+            raise self.refused(f"there is no file {str(path)[:200]!r} in the folder of images") from None
+        return data
+
 
 def picture_of(part: Mapping[str, Any], where: str) -> Picture:
+    """Return the image of a message's part: OpenAI's image_url or input_image, or Anthropic's image."""
     source = part.get("source" if part["type"] == "image" else "image_url")
     if isinstance(source, Mapping) and source.get("type") == "base64":
         url: Any = f"data:{source.get('media_type')};base64,{source.get('data')}"
@@ -79,7 +119,7 @@ def with_pictures(
 
     def read(picture: Picture) -> Image:
         nonlocal left
-        image = picture.open()
+        image = picture.open(settings.image_folder)
         left -= image.width * image.height
         if left < 0:
             raise picture.refused(f"the images of the conversation have more than {MOST_PIXELS} pixels in all")

@@ -29,6 +29,7 @@ class ServeSettings:
     choices: int = 128  # largest number of answers to one HTTP request: `n` times its prompts
     body: int = 16 * MIB  # largest size of a request body in bytes
     images: int = 64  # largest number of images in one conversation
+    image_folder: str | None = None  # absolute path of the folder whose files a request may name as file:PATH
     # Largest number of tokens of one answer; None allows as many as the artifact's length
     max_tokens: int | None = None
     timeout: float = 1800.0  # seconds that one HTTP request may take in total

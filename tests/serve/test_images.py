@@ -1,10 +1,11 @@
-"""Images in requests: the three APIs, their bounds, sessions and prefixes."""
+"""Images in requests: the three APIs, their bounds, files below a folder, sessions and prefixes."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import json
+import os
 import struct
 import threading
 import time
@@ -26,6 +27,7 @@ from kvexport.images import decode
 from kvexport.state.snapshot import Snapshot
 from tests.support import models, vision
 from tests.support.browser import browser
+from tests.support.command_line import run
 from tests.support.http_server import Running, running
 from tests.support.vision import picture, png
 
@@ -47,8 +49,23 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def server(engine: Engine) -> Iterator[Running]:
-    with running(engine) as server:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of images, with links to a file and a folder beside it."""
+    beside = tmp_path_factory.mktemp("images")
+    folder = beside / "allowed"
+    (folder / "inner").mkdir(parents=True)
+    for file in (folder / "one.png", folder / "inner" / "two 2.png", beside / "secret.png"):
+        file.write_bytes(TWO if "two" in file.name else ONE)
+    (folder / "link.png").symlink_to(beside / "secret.png")
+    (folder / "links").symlink_to(beside)
+    (folder / "text.png").write_text("no image")
+    os.mkfifo(folder / "pipe.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine, folder: Path) -> Iterator[Running]:
+    with running(engine, image_folder=str(folder)) as server:
         yield server
 
 
@@ -180,7 +197,6 @@ BAD: dict[str, tuple[str, str]] = {
     "localhost": ("http://127.0.0.1:1/a.png", "not fetched from addresses"),
     "ftp": ("ftp://example.com/a.png", "not fetched from addresses"),
     "path": ("/etc/passwd", "not fetched from addresses"),
-    "file": ("file:///etc/passwd", "not fetched from addresses"),
     "empty": ("", "not fetched from addresses"),
     "no base64": ("data:image/png,abc", "no image in base64"),
     "no image": ("data:text/plain;base64,YWJj", "no image in base64"),
@@ -203,17 +219,44 @@ BAD: dict[str, tuple[str, str]] = {
     "run lengths": (data(_run_lengths(8192), "bmp"), "run lengths"),
     "many scans": (data(png(picture(9, 9), format="JPEG") + 65 * b"\xff\xda", "jpeg"), "scans"),
     "scaled": (data(png(picture(1, 100_000))), "would be scaled"),
+    "no file": ("file:none.png", "no file 'none.png'"),
+    "link": ("file:link.png", "no file"),
+    "linked folder": ("file:links/secret.png", "no file"),
+    "parent": ("file:../secret.png", "no file"),
+    "inner parent": ("file:inner/../../secret.png", "no file"),
+    "escaped parent": ("file:%2e%2e/secret.png", "no file"),
+    "absolute": ("file:///etc/passwd", "no file"),
+    "root": ("file:/", "no file"),
+    "folder": ("file:inner", "no file"),
+    "the folder": ("file:", "no file"),
+    "pipe": ("file:pipe.png", "no file"),
+    "zero": ("file:one.png%00", "no file"),
+    "no image file": ("file:text.png", "no image in one of the formats"),
+    "host": ("file://host/one.png", "no file"),
 }
 
 
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("name", BAD)
-def test_images_that_cannot_be_used_are_refused(name: str, api: str, server: Running) -> None:
+def test_images_that_cannot_be_used_are_refused(name: str, api: str, server: Running, folder: Path) -> None:
     url, problem = BAD[name]
     message = {"role": "user", "content": parts("a", f"<{url}>", api=api)}
     status, _, body = server.ask(*body_of([message], api))
     found = error_of(body, api)
     assert status == 400 and any(text in found for text in problem.split("|")), found
+    assert str(folder) not in found
+
+
+def test_refused_files_stay_open_nowhere(server: Running) -> None:
+    def ask() -> None:
+        for url in ("file:inner", "file:pipe.png", "file:link.png", "file:links/secret.png", "file:text.png"):
+            assert server.ask(*body_of([{"role": "user", "content": parts(f"<{url}>")}], "chat"))[0] == 400
+
+    ask()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(8):
+        ask()
+    assert len(list(Path("/proc/self/fd").iterdir())) < before + 8
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -246,6 +289,27 @@ def test_text_that_holds_the_marker_itself_is_refused_beside_images(server: Runn
     content = [*parts(ONE), {"type": "text", "text": "what is <image>?"}]
     status, _, body = server.ask(*body_of([{"role": "user", "content": content}], "chat"))
     assert status == 400 and "2 places for images" in error_of(body, "chat")
+
+
+def test_files_below_the_folder(server: Running, engine: Engine, folder: Path) -> None:
+    right = expected(engine, (ONE, TWO))
+    for two in ("file:inner/two%202.png", f"file://{folder}/inner/two 2.png"):
+        message = {"role": "user", "content": parts("<file:one.png>", f"<{two}>")}
+        status, _, body = server.ask(*body_of([message], "chat"))
+        assert status == 200 and answer_of(body, "chat") == right
+
+
+def test_without_a_folder_no_file_is_read(engine: Engine) -> None:
+    with running(engine) as server:
+        status, _, body = server.ask(*body_of([{"role": "user", "content": parts("<file:one.png>")}], "chat"))
+    assert status == 400 and "--image-folder" in error_of(body, "chat")
+
+
+@pytest.mark.parametrize("name", ["missing", "file"])
+def test_a_folder_of_images_that_is_none_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    refused = run("serve", str(tmp_path), "--image-folder", str(tmp_path / name))
+    assert refused.exit_code == 2 and "--image-folder" in refused.stderr and "Traceback" not in refused.stderr
 
 
 @pytest.mark.parametrize("api", APIS)

@@ -35,7 +35,12 @@ SCALES = {"float32": 0, "float16": 1, "uint8": 16, "int8": 17, "uint4": 18, "int
 
 def listed() -> dict[str, list[str]]:
     """Return the cells of the page's table by the name of the type."""
-    lines = PAGE.partition("<!-- gguf types -->")[2].partition("<!-- end -->")[0].strip().splitlines()[2:]
+    lines = (
+        PAGE.partition("types, tests/export/test_gguf_types.py -->")[2]
+        .partition("<!-- end of")[0]
+        .strip()
+        .splitlines()[2:]
+    )
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {cells[0].strip("`"): cells[1:] for cells in rows}
 

@@ -67,11 +67,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "picks the tokens that a query sees with an indexer",
     ),
-    "minimax_m3_vl_text": (  # as published; a config of full attention alone is accepted
-        "MiniMaxM3VLTextConfig",
-        {**models.SIZES, "num_local_experts": 4, "layer_types": ["full_attention", "minimax_m3_sparse"]},
-        "picks the tokens that a query sees with an indexer",
-    ),
     "clip_vision_model": ("CLIPVisionConfig", {}, "transformers has no decoder"),
 }
 

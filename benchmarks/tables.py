@@ -360,6 +360,7 @@ def decoder_tables() -> dict[str, str]:
         "decoder types of other results": table(("type", "reason"), *(_type_row(name, types[name]) for name in others)),
         "decoders": decoders(),
         "decoders file": decoders_of_a_file("avx512vnni"),
+        "decoders file amx": decoders_of_a_file("amx"),
     }
 
 
@@ -489,6 +490,7 @@ def tables() -> dict[str, str]:
     texts |= {"listed": listed(), "packed speed": packed_speed(), "packed quality": packed_quality()}
     texts |= {"default quality": default_quality(), "budget kinds": budget_kinds()}
     texts |= {"calibration cost": calibration_cost(), "ruler qwen": ruler("qwen2.5-coder-1.5b")}
+    texts |= {"ruler qwen 4096": ruler("qwen2.5-coder-1.5b-4096")}
     texts |= {"vision merge": vision_merge()}
     texts |= decoder_tables()
     for recipe, figures in FIGURES.items():

@@ -56,7 +56,7 @@ PACKAGES = (
     Package("tokenizers", "tokenizers", "0.20", "run", "text to tokens and back"),
     Package("typer", "typer", "0.12", "run", "the command line"),
     Package("torch", "torch", "2.9", "export", "traces the checkpoint; the reference of validate"),
-    Package("transformers", "transformers", "5.0", "export", "the checkpoint's model"),
+    Package("transformers", "transformers", "5.22", "export", "the checkpoint's model"),
     Package("safetensors", "safetensors", "0.4", "export", "the checkpoint's weights"),
     Package("onnx", "onnx", "1.18", "export", "writes graphs"),
     Package("onnxscript", "onnxscript", "0.7", "export", "optimises graphs"),

@@ -122,10 +122,10 @@ def experts_form(module: Any) -> ExpertsForm:
         try:
             # Each row has one gate and one up value, so that it is the same in every layout.
             rows = torch.stack([gate, up], 1)
-            if not module.has_gate:
-                expected = module.act_fn(gate)
+            if module.has_gate and hasattr(module, "_apply_gate"):
+                expected = module._apply_gate(rows)[:, 0]
             else:
-                expected = module._apply_gate(rows)[:, 0] if hasattr(module, "_apply_gate") else module.act_fn(gate) * up
+                expected = module.act_fn(gate) * (up if module.has_gate else 1)
         except Exception as error:
             raise UsageError(f"the activation of {kind} cannot be run on its own: {error}") from error
         for form in _candidates(module):

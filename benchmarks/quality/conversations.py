@@ -39,10 +39,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from benchmarks.common import options_of, save
-from benchmarks.quality.ruler import BATCH, DRAWS, contained, decoded, engine_of, ids_of
+from benchmarks.quality.ruler import BATCH, contained, decoded, engine_of, ids_of, interval
 from kvexport.engine.engine import Engine
 
 TURNS = 13
@@ -305,11 +303,9 @@ def scores_of(engine: Engine, questions: Iterator[Asked]) -> list[float]:
     return scores
 
 
-def interval(scores: list[float]) -> list[float]:
+def shown(scores: list[float]) -> list[float]:
     """Return the mean of scores with its bootstrap interval of 95 %."""
-    x, rng = np.array(scores), np.random.default_rng(0)
-    draws = x[rng.integers(0, len(x), (DRAWS, len(x)))].mean(1)
-    return [round(float(v), 3) for v in (x.mean(), *np.quantile(draws, (0.025, 0.975)))]
+    return interval([[[score] for score in scores]])
 
 
 def main() -> None:
@@ -341,8 +337,8 @@ def main() -> None:
             for test in missing:
                 found[test] = scores_of(engine, TESTS[test](engine, options))
                 file.write_text(json.dumps(found))
-                print(f"{setting} {test}: {interval(found[test])} of {len(found[test])}", flush=True)
-        results.append({"setting": setting, **{test: interval(scores) for test, scores in found.items()}})
+                print(f"{setting} {test}: {shown(found[test])} of {len(found[test])}", flush=True)
+        results.append({"setting": setting, **{test: shown(scores) for test, scores in found.items()}})
     conditions = {"model": options.model, "tokens": options.tokens, "questions": {k: len(v) for k, v in found.items()}}
     save(f"conversations-{options.name}", {**conditions, "rows": results})
 

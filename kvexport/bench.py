@@ -1,4 +1,4 @@
-"""Measurements of an artifact in the calling process: times of decode steps and of prompts, for several sizes.
+"""Measure an artifact (an exported model) in this process: times of decode steps and prompts, for several sizes.
 
 Prompts are random tokens; answers are greedy and of a fixed length. A decode step is one call of `Engine.step`:
 scheduling, the model, a merge of KV caches if one is due, and sampling. A prompt is read chunk by chunk with merges
@@ -34,7 +34,7 @@ def measure(
     rounds: int = 3,
     show: Show = silent,
 ) -> dict[str, Any]:
-    """Return the times of decode steps and of prompts, in milliseconds, of an engine in which no request runs.
+    """Measure an idle engine: return the times of its decode steps and of reading prompts, in milliseconds.
 
     Each of `contexts` (tokens of a prompt) is read `rounds` times, and `steps` steps decode after it for each of
     `batches` (numbers of sequences).
@@ -86,7 +86,7 @@ def _prefill(engine: Engine, prompt: list[int]) -> float:
 
 
 def _decode(engine: Engine, prompts: Sequence[Sequence[int]], steps: int) -> tuple[list[float], int]:
-    """Return the seconds of each step in which all sequences decode, and the number of tokens of these steps.
+    """Generate `steps` tokens after each prompt; return the seconds of each decode step, and the tokens generated.
 
     A step gives one token per sequence, and more if drafted tokens are accepted.
     """

@@ -52,7 +52,7 @@ def count_values(data: bytes, most: int = MOST_VALUES) -> int:
 
 
 def _escaped(text: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return the positions of the characters that a backslash escapes, in a JSON text [n] uint8."""
+    """Return the indices of the characters that follow an escaping backslash, in a JSON text [n] uint8."""
     slashes = np.flatnonzero(text == ord("\\"))
     order = np.arange(len(slashes))
     starts = np.ones(len(slashes), bool)  # of runs of backslashes

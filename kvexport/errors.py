@@ -45,13 +45,13 @@ class MismatchError(KvexportError):
 
 
 class ArtifactError(KvexportError):
-    """The error for an artifact that is damaged, incomplete, or of a contract version that kvexport does not read."""
+    """The error for an artifact (exported model) that is damaged, incomplete, or of an unsupported format version."""
 
     exit_code = 5
 
 
 class SnapshotError(KvexportError):
-    """The error for a snapshot (saved sequence) that is damaged, or of another model, recipe or contract version."""
+    """The error for a snapshot (saved sequence) that is damaged, or from another model, recipe or format version."""
 
     exit_code = 5
 
@@ -61,7 +61,7 @@ class DeadlineError(KvexportError):
 
 
 class EngineEndedError(KvexportError):
-    """The error for a call of an engine whose thread has ended, so that it can run no request."""
+    """The error for a call of an `AsyncEngine` after its thread has ended, so that it can run no request."""
 
 
 _TOO_MANY = os.strerror(errno.EMFILE)  # libraries put it into errors of their own types
@@ -79,7 +79,7 @@ _NO_MEMORY = (
 
 
 def lacks_files(error: BaseException | None) -> bool:
-    """Return whether an exception, or one that it came from, was raised because too many files were open."""
+    """Return whether an exception, or one that caused it, was raised because too many files were open."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             return True

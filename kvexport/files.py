@@ -20,8 +20,8 @@ _CHUNK = 4 << 20  # with smaller blocks, a thread that shares the interpreter wi
 def new_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Yield a hidden file beside `path`, which replaces `path` when the block ends without an error.
 
-    The new file's content is on the disk before the file gets the name `path`, so that a crash leaves the old file or
-    the new one. An OSError names the file.
+    The content is on the disk before the file gets the name `path`, so that a crash leaves either the old file or the
+    new file, complete. An OSError names the file.
     """
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PART}")
     try:

@@ -59,7 +59,6 @@ def _usable() -> frozenset[int]:
 
 
 def _numbers(text: str) -> frozenset[int]:
-    """Return the numbers of a list in the format of the Linux kernel, such as `0-3,8`."""
     ranges = [(int(first), int(last or first)) for first, last in re.findall(r"(\d+)(?:-(\d+))?", text)]
     return frozenset(number for first, last in ranges for number in range(first, last + 1))
 

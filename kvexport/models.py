@@ -67,11 +67,12 @@ def model_recipe(
 
 
 def _fits_8_bits(recipe: Recipe, config: Mapping[str, Any]) -> bool:
-    """Return whether keys and values of 8 bits lose nothing that a compressed cache has not lost already.
+    """Return whether a recipe that names no type for its cache gets 8-bit keys and values.
 
-    They do on the CPU, with a quarter of the bytes (docs/measurements/ruler.md). On GPUs the merges of a quantized
-    cache run as ONNX functions. The method `full` stays exact, because others are compared with it. Keys of models with
-    ALiBi contain positions, which 8 bits would round.
+    On the CPU, a compressed cache loses no measurable quality by 8-bit keys and values, and takes a quarter of
+    float32's bytes (docs/measurements/ruler.md). On GPUs the merges of an 8-bit cache are slow, because they run as
+    ONNX functions. The method `full` stays exact, because other methods are compared with it. Keys of models with ALiBi
+    contain positions, which 8 bits would round.
     """
     from kvexport import backends
 
@@ -93,8 +94,8 @@ def recipe_of_command(
 ) -> LoadedRecipe:
     """Return the recipe that the arguments of a command such as `kvexport build` (`verb`) describe.
 
-    A named recipe is read, and `model`, `budget`, `max_length` and `overrides` replace values in it. Without a name the
-    recipe is that of `calibrated_recipe`.
+    If `recipe` names a recipe, `model`, `budget`, `max_length` and `overrides` replace values in that recipe. Otherwise
+    `calibrated_recipe` makes a recipe for `model`.
     """
     from kvexport.packages import require
 
@@ -125,11 +126,12 @@ def calibrated_recipe(
     calibrate: bool | None = None,
     progress: Show = silent,
 ) -> LoadedRecipe:
-    """Return the recipe of a model that has no recipe file, with measured budgets if they can be measured.
+    """Make a recipe for a model that has no recipe file, with a measured budget for each KV head if possible.
 
-    Measured budgets give more cache slots to KV heads that lose more by evictions. If `overrides` divide the budget
-    (`cache.allocation`), nothing is measured. With `calibrate` None, budgets are measured if the model and the machine
-    allow it, on fewer texts for a larger model. With True they are measured on all texts, or an error is raised.
+    Measured budgets give more cache slots to KV heads whose evictions raise the model's loss more. If `overrides`
+    divide the budget (`cache.allocation`), nothing is measured. With `calibrate` None, budgets are measured if the
+    model and the machine allow it, on fewer texts for a larger model. With True they are measured on all texts, or an
+    error is raised.
     """
     from kvexport.calibrate.default import with_measured_budgets
 
@@ -153,8 +155,9 @@ def find_artifact(
     """Return the artifact folder of a model, built into the user's cache folder if it is not there yet.
 
     The folder's name contains a hash of the checkpoint's headers, of the size and time of its files, of the recipe, of
-    `calibrate` and of kvexport's version. A model that changes in place is therefore built again. A `source` that is
-    the folder of an artifact is returned as it is, and the arguments of `calibrated_recipe` are then refused.
+    `calibrate` and of kvexport's version. A model that changes in place is therefore built again. If `source` is
+    already the folder of an artifact, that folder is returned, and arguments that would change its recipe, such as
+    `budget`, are refused.
     """
     source = str(source)
     if is_artifact(Path(source)) or not is_model(source):  # the load of a broken artifact names what is missing
@@ -231,9 +234,9 @@ def build(
     max_length: int | None = None,
     calibrate: bool | None = None,
 ) -> Path:
-    """Build an artifact, a folder from which an engine is loaded, in place of an older artifact in this folder.
+    """Build an artifact (ONNX graphs, weights, tokenizer), a folder from which `load` makes an engine.
 
-    The older artifact is replaced when the new one is complete.
+    An older artifact in the folder `out` is replaced when the new artifact is complete.
 
     Args:
         source: A model (a hub id, the path of a checkpoint's folder or of a GGUF file), the name of a shipped recipe,
@@ -347,7 +350,7 @@ def load(
 
 
 def refuse_calibration_of_recipes(calibrate: bool | None) -> None:
-    """Raise UsageError if a recipe's build should calibrate: a recipe itself states the KV heads' budgets."""
+    """Raise UsageError if `calibrate` is set for a recipe, because a recipe itself states the budgets of KV heads."""
     if calibrate:
         raise UsageError(
             "a recipe has the budgets that it lists, so that its build measures none",

@@ -1,4 +1,4 @@
-"""The switch against the usage reports that kvexport's dependencies send (SECURITY.md lists them)."""
+"""The switch that turns off the usage reports which kvexport's dependencies send (SECURITY.md lists them)."""
 
 from __future__ import annotations
 

@@ -57,7 +57,6 @@ def format_number(value: float | None) -> str:
 
 
 def _scientific(value: float, digits: int) -> str:
-    """Return a number in scientific notation with at most `digits` digits after the point, such as 1.5e-7."""
     mantissa, exponent = f"{value:.{digits}e}".split("e")
     return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(exponent)}"
 

@@ -1,1 +1,1 @@
-"""Artifacts (folders with a built model): their manifest, their digests, and their publication."""
+"""Artifacts (folders with an exported model): their manifest, the hashes of their files, and how they are written."""

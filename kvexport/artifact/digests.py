@@ -1,4 +1,4 @@
-"""The digests of an artifact: how manifest.json is written, and the checks of a directory against it."""
+"""The SHA-256 digests of an artifact's files: writing them into manifest.json, and checking a folder against them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def write_manifest(staging: Path, content: dict[str, Any], *, known: Mapping[str, str] | None = None) -> None:
-    """Write an artifact's `manifest.json`: `content`, and the digest and size of every file of the staging folder.
+    """Write an artifact's `manifest.json`: `content`, and the SHA-256 and size of every file in the staging folder.
 
-    Call it last: an artifact with a file that its manifest does not list is refused.
+    This is the last step: an artifact with a file that is missing from its manifest is refused.
     """
     entries = {name: entry for name, entry in scan(staging).items() if name != MANIFEST}
     known = dict(known or {})
@@ -59,9 +59,9 @@ def write_manifest(staging: Path, content: dict[str, Any], *, known: Mapping[str
 
 
 def check_artifact(root: Path, verify: bool, later: Collection[str] = ()) -> dict[str, Any]:
-    """Check the directory of an artifact and return its manifest as plain JSON values.
+    """Check the files of an artifact against its manifest, and return the manifest as plain JSON values.
 
-    The directory is listed only after its manifest shows that it is an artifact.
+    The folder is listed only after its manifest shows that it is an artifact.
     """
     try:
         manifest = _read_manifest(root)
@@ -89,7 +89,7 @@ def check_artifact(root: Path, verify: bool, later: Collection[str] = ()) -> dic
 
 
 def read_verified(root: Path, name: str, expected: str) -> bytes:
-    """Return the bytes of an artifact's file after comparing them with the manifest's digest.
+    """Return the bytes of an artifact's file after comparing them with the SHA-256 in the manifest.
 
     The returned bytes are the checked ones, even if the file changes afterwards. Files that are code are read by this
     function.
@@ -153,7 +153,7 @@ def damaged(root: Path, problem: str) -> ArtifactError:
 
 
 def built_again(root: Path) -> str:
-    """Return advice for building an artifact again if its manifest is damaged, so that the model is unknown."""
+    """Return advice on how to build an artifact again whose manifest is damaged, so that its model is unknown."""
     return f"kvexport build MODEL --out {shlex.quote(str(root))}, or with --recipe NAME if it was built from a recipe"
 
 
@@ -163,7 +163,7 @@ def no_artifact(root: Path, problem: str) -> ArtifactError:
 
 
 def instead_of(path: Path) -> str:
-    """Return advice for a user who names a path that is no artifact. No advised command writes to the path."""
+    """Return advice for a user who names a path that is no artifact. The advice never overwrites the path."""
     is_model = path.suffix == ".gguf" if path.is_file() else (path / "config.json").is_file()
     if is_model and not (path / "decoder.onnx").exists():  # an artifact that lost its manifest has a config.json too
         return f"kvexport build {shlex.quote(str(path))} --out ARTIFACT, and name ARTIFACT here"

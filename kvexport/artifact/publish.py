@@ -1,4 +1,4 @@
-"""The atomic publication of an artifact: complete or not at all (docs/reference/contract.md, section 5).
+"""Atomic writing of an artifact: its folder appears complete or not at all (docs/reference/contract.md, section 5).
 
 An artifact is a directory of files and `manifest.json`. A build of the artifact `name` locks the file `.name.lock` and
 writes into the directory `.name.stage-*`, both next to `name`. On file systems that cannot exchange two directories in
@@ -196,7 +196,7 @@ def identity(path: Path | int) -> tuple[int, int] | None:
 
 
 def _tidy(target: Path) -> None:
-    """Remove the staging folders of killed builds. The caller holds the lock file of `target`."""
+    """Remove the staging folders that killed builds left. The caller holds the lock file of `target`."""
     staging_names = re.compile(re.escape(f".{target.name}.stage-") + "[0-9a-f]{16}")
     try:
         with os.scandir(target.parent) as entries:

@@ -73,7 +73,7 @@ class Adapters:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the decoder inputs for LoRA adapters. Dimension 0 is the batch, or the rows of all adapters."""
+        """The shapes of the decoder's inputs for LoRA adapters. Dimension 0 is the batch, or all adapters' rows."""
         if not self.tensors:
             return {}
         return {ROWS: (1, 1, self.rows), **{name: array.shape for name, array in self.tensors.items()}}
@@ -85,7 +85,7 @@ class Adapters:
         return {ROWS: rows, **{name: array[:1] for name, array in self.tensors.items()}}
 
     def get(self, name: str | None) -> Adapter | None:
-        """Return the LoRA adapter with a name; None if the name is None, for the model without an adapter."""
+        """Return the LoRA adapter called `name`; None, for the model without an adapter, if `name` is None."""
         if name is None:
             return None
         if name not in self.by_name:

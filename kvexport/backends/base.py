@@ -128,7 +128,7 @@ class Backend(ABC):
 
     @abstractmethod
     def problems(self, recipe: Recipe) -> list[tuple[str, str]]:
-        """Return why this machine cannot run a recipe's artifact, as (reason, fix) pairs; empty if it can."""
+        """Return why this machine cannot run a recipe's model, as (reason, fix) pairs; empty if it can."""
 
     @abstractmethod
     def load(self, path: Path, manifest: Manifest, options: LoadOptions) -> LoadedModel:
@@ -166,24 +166,23 @@ class Backend(ABC):
         return None
 
     def operator_problem(self, recipe: Recipe, operator: str) -> tuple[str, str] | None:
-        """Return why Experts or LinearAttention cannot run, and the setting that avoids it; or None."""
+        """Return why the operator Experts or LinearAttention cannot run, and the setting that avoids it; or None."""
         return None
 
     def library_products(self, recipe: Recipe) -> bool:
-        """Return whether matrix products become ONNX Runtime's own operators, as on CUDA, which has no Linear."""
+        """Return whether matrix products stay ONNX Runtime's operators: true on CUDA, which has no Linear kernel."""
         return False
 
     def positive_scales(self, recipe: Recipe) -> bool:
-        """Return whether weights that a build rounds to 4 or 8 bits must have scales above 0."""
+        """Return whether the scales of weights that a build rounds to 4 or 8 bits must all be above 0."""
         return False
 
     def packing_problem(
         self, recipe: Recipe, dtype: str, group: int, *, has_offset: bool, has_table: bool, picked: bool
     ) -> tuple[str, str] | None:
-        """Return why a packed weight cannot run and the setting that avoids it; the build then stores floats. Or None.
+        """Return why a packed (quantized) weight cannot run, and the setting that avoids it; None if it can run.
 
-        Args:
-            recipe: The recipe.
+        A build stores a weight that cannot run as floats. Args: recipe: The recipe.
             dtype: The type of the weight's numbers, such as int4 or uint6.
             group: The number of consecutive inputs that share a scale.
             has_offset: Whether each scale has a zero point or a minimum.
@@ -193,11 +192,11 @@ class Backend(ABC):
         return None
 
     def node_opener(self, operators: Sequence[str], method: Method) -> NodeOpener | None:
-        """Return a function that opens models of one node with native kernels; None if one is missing here."""
+        """Return a function that opens ONNX models of one node with native kernels; None if a kernel is missing."""
         return None
 
     def operators(self, manifest: Manifest) -> dict[str, str]:
-        """Return how this machine runs each operator of an artifact, in words."""
+        """Return how this machine runs each operator of an artifact, in words, by operator name."""
         return {op: how for op, how in manifest.operators.items() if how}
 
     def diagnose(self) -> Diagnosis:

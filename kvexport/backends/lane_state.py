@@ -18,15 +18,15 @@ from kvexport.schema.state import RING
 
 
 def is_captured(first: int, last: int) -> bool:
-    """Return whether the merge of batch lanes first <= lane < last should have its own CUDA graph.
+    """Return whether compressing the caches of lanes first <= lane < last should have its own CUDA graph.
 
-    Single lanes and ranges from lane 0 are merged again and again; other ranges are many and rarely repeat.
+    Single lanes and ranges from lane 0 are compressed again and again; the many other ranges rarely repeat.
     """
     return first == 0 or last - first == 1
 
 
 class SlotPlace(NamedTuple):
-    """The dimension of a lane's state tensor that counts KV-cache slots, if any, and the cache plan of its layer."""
+    """Which dimension of a lane's state tensor counts KV-cache slots (or None), and the plan of its layer's cache."""
 
     axis: int | None
     cache: LayerCache | None
@@ -42,7 +42,7 @@ def slot_places(plan: CachePlan) -> dict[str, SlotPlace]:
 
 
 def used_slots(votes: NDArray[np.float32], capacity: Sequence[int]) -> int:
-    """Return one plus the index of the last occupied slot in any KV head: the number of slots that the lane uses."""
+    """Return how many slots of each KV head a saved lane needs: the last occupied slot of any head, plus one."""
     if len({*capacity}) == 1:
         used = np.flatnonzero((votes.reshape(len(capacity), -1) != 0).any(axis=0))
         return int(used[-1]) + 1 if used.size else 0
@@ -82,7 +82,7 @@ def read_used(
 
 
 def fill(target: NDArray[Any], values: NDArray[Any], place: SlotPlace) -> None:
-    """Write `values` into a lane's state tensor in place; set the KV-cache slots beyond those of `values` to zero."""
+    """Write `values` into a lane's state tensor; set the KV-cache slots beyond those in `values` to zero."""
     if place.axis is None or place.cache is None:
         target[...] = values
         return
@@ -92,7 +92,7 @@ def fill(target: NDArray[Any], values: NDArray[Any], place: SlotPlace) -> None:
 
 
 def without_replaced(plan: CachePlan, state: Mapping[str, NDArray[Any]], tokens: int) -> dict[str, NDArray[Any]]:
-    """Return a lane's state without the reference queries, in rings, that `tokens` more tokens will replace."""
+    """Return a lane's state without those stored recent queries that the next `tokens` tokens will replace."""
     arrays = dict(state)
     for i, layer in enumerate(plan.caches):
         rings = [tensor.past(i) for tensor in layer.state if tensor.name in RING]
@@ -104,7 +104,7 @@ def without_replaced(plan: CachePlan, state: Mapping[str, NDArray[Any]], tokens:
 
 
 def with_whole_rings(plan: CachePlan, state: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Return a lane's state with rings of reference queries padded by empty rows to their full size."""
+    """Return a lane's state in which the stored recent queries are padded to their full number by empty rows."""
     arrays = dict(state)
     for i, layer in enumerate(plan.caches):
         shapes = layer.shapes(1)

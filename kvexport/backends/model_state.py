@@ -18,7 +18,7 @@ Pending = Callable[[], "Rows"]
 
 
 class LaneState(Protocol):
-    """KV caches of a fixed number of batch lanes (one sequence each), and the ONNX graphs that advance them."""
+    """KV caches of a fixed number of batch lanes (one sequence each), and the calls of ONNX graphs that change them."""
 
     def decode(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
@@ -71,15 +71,15 @@ class ModelState(LaneState, Protocol):
         ...
 
     def begin(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Pending:
-        """Start the call of a `step` without waiting; return a function that waits for its rows of logits.
+        """Start a `step` without waiting for it; return a function that waits for the logits.
 
-        `follow` may start the next call before. The second `follow` after this call overwrites the rows of logits.
+        `follow` may start the next call before these logits are read. The second `follow` overwrites them.
         """
         rows = self.step(input_ids, query_length, first)
         return lambda: rows
 
     def follow(self) -> Pending:
-        """Start a call with the tokens that the call before it found most likely, of the same lanes, without waiting.
+        """Start a decode call for the same lanes with the most likely tokens of the previous call, without waiting.
 
         Among equal logits the lowest token id is taken.
         """
@@ -87,7 +87,7 @@ class ModelState(LaneState, Protocol):
         raise NotImplementedError
 
     def grown(self, lanes: int) -> ModelState:
-        """Return a new state with `lanes` batch lanes: copies of this state's lanes, followed by empty lanes."""
+        """Return a new state with `lanes` batch lanes: copies of the existing lanes, then empty lanes."""
         ...
 
     def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
@@ -100,12 +100,12 @@ class ModelState(LaneState, Protocol):
     def write(self, lane: int, state: Mapping[str, NDArray[Any]], past_length: int | None = None) -> None:
         """Overwrite the state tensors of one batch lane with tensors that `read` returned.
 
-        Slots that the given tensors do not have become empty. State tensors that are not among them stay unchanged.
+        Slots beyond those in `state` become empty. State tensors that `state` does not contain stay unchanged.
         """
         ...
 
     def rollback(self, lane: int, count: int) -> None:
-        """Remove the last `count` tokens of one batch lane; all of them were appended after its last merge."""
+        """Remove the last `count` tokens of one batch lane. No merge may have happened since these tokens."""
         ...
 
     def copy(self, source: int, target: int) -> None:
@@ -113,7 +113,7 @@ class ModelState(LaneState, Protocol):
         ...
 
     def adapt(self, lane: int, rows: range) -> None:
-        """Choose the LoRA adapter of a batch lane for later calls, by its rows in the matrices of all adapters."""
+        """Choose a lane's LoRA adapter for later calls, by its rows in the stacked matrices of all adapters."""
         if rows:
             raise NotImplementedError
 
@@ -129,7 +129,7 @@ class ModelState(LaneState, Protocol):
 
 
 class LoadedModel(Protocol):
-    """A loaded model: its ONNX graphs, with one copy of the weights for any number of states (batches of KV caches)."""
+    """A loaded model: ONNX graphs with one copy of the weights, for any number of states (batches of KV caches)."""
 
     all_logits: bool  # whether a decoder call returns the logits of every token, or of the last token alone
     in_host_memory: bool  # whether the KV caches are in the host's memory
@@ -138,10 +138,8 @@ class LoadedModel(Protocol):
 
 
 class ImageEncoder(Protocol):
-    """A loaded model whose artifact has an image encoder."""
-
     def encode_tile(self, pixels: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the embeddings [rows, hidden] of a tile of an image, whose pixels are [1, 3, height, width].
+        """Return the embeddings [rows, hidden] of one tile of an image; `pixels` are [1, 3, height, width].
 
         An image that is cut into patches is one tile of any size.
         """

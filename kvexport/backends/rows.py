@@ -36,10 +36,10 @@ class TopLogits:
 
 
 class Rows(Protocol):
-    """The logits that one decoder call returned. Lanes are counted from the first lane of that call."""
+    """The logits that one decoder call returned. Lane 0 is the first batch lane of that call."""
 
     def top_logits(self, lane: int) -> TopLogits | None:
-        """Return a lane's n largest logits with their token ids; None if all logits are already in host memory."""
+        """Return the n largest logits of a batch lane with token ids; None if all logits are in host memory."""
         ...
 
     def row(self, lane: int) -> npt.NDArray[np.float32]:

@@ -1,6 +1,6 @@
 """The names of the backends, and the keys that each backend adds to a recipe's section `backend:`.
 
-Every recipe needs them, so this module imports no backend, and of other packages only pydantic.
+Every recipe needs these keys, so this module imports no backend, and only pydantic of other packages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def names() -> tuple[str, ...]:
 
 @cache
 def default() -> str:
-    """Return the name of the backend of recipes without `backend.name`: the one whose `section.py` has `DEFAULT`."""
+    """Return the backend's name for recipes without `backend.name`: the backend whose `section.py` has `DEFAULT`."""
     (name,) = (name for name in names() if getattr(_module(name), "DEFAULT", False))
     return name
 
@@ -52,13 +52,13 @@ def backend_section() -> type[RecipeSection]:
 
 
 def on_gpu(values: Mapping[str, Any]) -> bool:
-    """Return whether the unchecked keys of a recipe's section `backend:` choose a GPU."""
+    """Return whether a recipe's section `backend:`, not yet checked, chooses a GPU."""
     module = _module(name) if (name := values.get("name", default())) in names() else None
     return bool(getattr(module, "on_gpu", lambda _: False)(values))
 
 
 def device_settings(name: str | None, device: str) -> list[str]:
-    """Return the recipe settings that `kvexport build --device` stands for."""
+    """Return the recipe settings for `kvexport build --device DEVICE` with the backend `name` (None: the default)."""
     from kvexport.errors import UsageError
 
     settings = getattr(_module(name or default()), "device_settings", None)

@@ -19,11 +19,11 @@ def robust_budgets(
     slots: int,
     least: int,
 ) -> tuple[NDArray[np.int64], float]:
-    """Return cache budgets in slots, [n], that lower the eviction costs of all kinds of text, and the shrinkage factor.
+    """Return budgets in cache slots, [n], that lower the loss by evictions on all kinds of text, and a shrinkage.
 
     The budgets minimize the sum of relative costs: for each kind of text, the cost divided by that with equal budgets.
-    They are then shrunk towards equal budgets: the shrinkage factor is the part of the budget that is divided equally.
-    To choose it, budgets are computed without each kind of text in turn; the factor with the smallest cost on the worst
+    The budgets are then moved towards equal budgets: the shrinkage is the fraction of the slots that is divided
+    equally. It is chosen by leaving out each kind of text in turn: the fraction with the smallest cost on the worst
     left-out kind is taken.
     """
     curves = {kind: curves_of(cost, budgets, least, most) for kind, cost in costs.items()}
@@ -50,7 +50,7 @@ def relative_cost(
     slots: int,
     least: int,
 ) -> float:
-    """Return the estimated eviction cost of the budgets `allotted`, divided by the cost if each has `slots` slots."""
+    """Return the estimated loss by evictions with budgets `allotted`, divided by the loss with equal budgets."""
     curve = curves_of(cost, budgets, least, most)
     at = np.clip(allotted, least, most) - least
     return float(curve[np.arange(len(at)), at].sum() / max(curve[:, slots - least].sum(), NOTHING))
@@ -62,10 +62,10 @@ def curves_of(
     least: int,
     most: int | NDArray[np.int64],
 ) -> NDArray[np.float64]:
-    """Return the eviction cost [n, slots] of n KV heads or layers with each number of slots from `least` on.
+    """Return the loss by evictions [n, slots] of n KV heads or layers, for each number of slots from `least` on.
 
     Between the measured budgets the logarithm of the cost is interpolated linearly in the logarithm of the slots;
-    beyond them it is extrapolated. A head or layer that has its `most` slots, or more, evicts nothing: the cost is 0.
+    beyond them it is extrapolated. A head or layer with at least `most` slots evicts nothing and costs 0.
     """
     slots = np.arange(least, np.max(most) + 1)
     x = np.broadcast_to(np.log(budgets), cost.shape)
@@ -82,7 +82,7 @@ def curves_of(
 def cheapest(
     curve: NDArray[np.float64], slots: int, least: int, most: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
-    """Return the cache budgets [n] of n KV heads or layers, in slots, whose sum of eviction costs is least.
+    """Return the budgets [n] of n KV heads or layers, in slots, that minimize the total loss by evictions.
 
     The mean of the budgets is `slots`.
     """
@@ -100,7 +100,7 @@ def cheapest(
 def shrunk(
     budgets: NDArray[np.int64], slots: int, step: float, most: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
-    """Return budgets moved towards their equal division: the part `step` of the slots is divided equally.
+    """Return budgets moved towards equal budgets: the fraction `step` of the slots is divided equally.
 
     The mean of the result is `slots`, the number of slots per KV head.
     """
@@ -110,7 +110,6 @@ def shrunk(
 
 
 def _summing_to(budgets: NDArray[np.int64], total: int, least: int, most: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return cache budgets of KV heads with the sum `total`, changed slot by slot within their bounds."""
     budgets, rest = budgets.copy(), total - int(budgets.sum())
     while rest:
         free = np.flatnonzero(budgets < most if rest > 0 else budgets > least)

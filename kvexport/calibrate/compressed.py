@@ -1,6 +1,6 @@
 """The attention of one layer over a text with a compressed KV cache.
 
-On the CPU native operators compute it, if they are built; on a GPU PyTorch does.
+On the CPU native operators compute the attention, if they are built; on a GPU PyTorch does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def compressed_attention(
     chunk: int,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """Return a layer's attention output [1, Hq, T, Dv] over a text, with a KV cache that merges after each chunk."""
+    """Return a layer's attention output [1, Hq, T, Dv] over a text whose KV cache is compressed after each chunk."""
     import torch
 
     parts, dtypes = [], cache.dtypes()
@@ -65,7 +65,7 @@ def compressed_attention(
 
 
 def native_opener(cache: LayerCache, method: Method) -> NodeOpener | None:
-    """Return the function that opens nodes of native operators for a layer; None if PyTorch computes the layer.
+    """Return a function that opens native operators for a layer's cache; None if PyTorch must compute the layer.
 
     Native operators are used only for float32 caches without extra state.
     """

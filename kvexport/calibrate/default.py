@@ -24,10 +24,11 @@ def with_measured_budgets(
     calibrate: bool | None = None,
     progress: Show = silent,
 ) -> LoadedRecipe:
-    """Return a recipe with measured budgets: the share of the cache's slots that calibration gives each KV head.
+    """Return a recipe in which calibration has divided the cache slots among the KV heads.
 
-    The recipe is returned unchanged if it divides the budget itself or its cache evicts nothing. If a calibration is
-    not possible, and the user did not ask for one, the recipe is unchanged and a line tells the user why.
+    The recipe is returned unchanged if the recipe itself divides the slots or its cache evicts nothing. If a
+    calibration is not possible, and the user did not ask for one, the recipe is unchanged and a line tells the user
+    why.
     """
     recipe = loaded.recipe
     if calibrate is False or not _has_a_choice(loaded):
@@ -52,9 +53,9 @@ def _has_a_choice(loaded: LoadedRecipe) -> bool:
 def _measured(
     recipe: Recipe, changed: Callable[[Sequence[str]], LoadedRecipe], all_texts: bool, progress: Show
 ) -> LoadedRecipe:
-    """Return a recipe with measured budgets, and print how far its KV cache's predictions are from the full cache's.
+    """Return a recipe with measured budgets, and print the KL divergence of its cache from the full cache.
 
-    Measured budgets are the shares of the cache's slots that calibration gives each KV head.
+    Measured budgets are numbers of cache slots that calibration gives each KV head.
     """
     from kvexport.calibrate.guard import divergence
     from kvexport.calibrate.head_shares import fitted_slots, grouped, head_shares_of, samples_of

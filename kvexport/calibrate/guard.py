@@ -1,4 +1,4 @@
-"""The distance of a compressed model from the full KV cache on one text; builds with measured budgets report it."""
+"""How far a compressed KV cache's predictions are from the full cache's on one text, as builds report it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def divergence(recipe: Recipe, shape: ModelShape, ids: Ids, slots: int, device: 
 
 
 class CompressedAttention:
-    """Attention over KV caches that merge after every chunk of a text, as a cache plan says."""
+    """Attention over KV caches with the shapes of a cache plan, which are compressed after every chunk of a text."""
 
     def __init__(self, plan: CachePlan, geometry: Sequence[LayerGeometry], method: Method, chunk: int) -> None:
         self.plan, self.geometry, self.method, self.chunk = plan, geometry, method, chunk

@@ -63,10 +63,10 @@ class HeadCosts:
         budgets: Callable[[int], Sequence[int]],
         advance: Callable[[int], None] = lambda _: None,
     ) -> NDArray[np.float64]:
-        """Return the cost [layers, heads, budgets] of every KV head's evictions, in nats per evaluated position.
+        """Return the loss [layers, heads, budgets] by each KV head's evictions, in nats per evaluated position.
 
-        `budgets` maps the number of tokens that a KV head sees (the text, or a shorter sliding window) to the numbers
-        of slots that are measured.
+        `budgets` is a function: from the number of tokens that a KV head sees (the text, or a shorter sliding window)
+        to the numbers of cache slots to measure.
         """
         geometry, full = self._geometry, FullAttention(self._geometry, self._method)
         slots = [budgets(min(len(ids), layer.sliding_window or len(ids))) for layer in geometry]

@@ -78,9 +78,9 @@ def calibrate_heads(
     texts: Path | None = None,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> HeadShares:
-    """Measure the cost of evictions in every KV head, and share the recipe's cache budget accordingly.
+    """Measure how much evictions from each KV head raise the loss, and divide the cache slots accordingly.
 
-    The recipe's model runs in PyTorch over the texts. All tasks have the same weight, and each kind of text is a task.
+    The recipe's model runs in PyTorch over the texts. Every kind of text has the same weight.
     """
     from kvexport.export.build import read_model
 
@@ -107,7 +107,6 @@ def calibrate_heads(
 
 
 def _require_budgets(recipe: Recipe) -> None:
-    """Raise UsageError if the KV heads of a recipe cannot have different cache budgets."""
     if not recipe.cache.build_method().compresses:
         problem = f"this recipe's cache evicts nothing (method {recipe.cache.method}), in no layer"
         raise UsageError(problem, "--set cache.method=ballot, or what you want to build")
@@ -117,7 +116,7 @@ def _require_budgets(recipe: Recipe) -> None:
 
 
 def samples_of(checkpoint: Path, length: int, texts: Path | None = None) -> dict[str, Sample]:
-    """Return the texts of a calibration, named by kind, or by task and number, such as "recall/1"."""
+    """Return the texts to calibrate on, by name: a kind of text, or a task and number such as "recall/1"."""
     language = language_of_folder(checkpoint)
     samples: dict[str, Sample] = {}
     if texts is None and isinstance(language, Words):  # the tiny checkpoint knows the words of its own language alone
@@ -158,7 +157,7 @@ def fitted_slots(recipe: Recipe, length: int) -> int:
 
 
 def grouped(measured: Measured) -> Measured:
-    """Return measured costs of evictions in which the texts of each calibration task are replaced by their mean."""
+    """Return measured eviction losses averaged over the texts of each calibration task."""
     groups: dict[str, list[NDArray[np.float64]]] = {}
     for name, cost in measured.costs.items():
         groups.setdefault(name.partition("/")[0], []).append(cost)
@@ -167,9 +166,9 @@ def grouped(measured: Measured) -> Measured:
 
 
 def head_shares_of(measured: Measured, slots: int, least: float) -> tuple[list[list[float]], float]:
-    """Return the shares [layers, heads] of the cache budget, relative to their mean, and the shrinkage factor.
+    """Return each KV head's share of the cache slots [layers, heads], relative to the mean, and a shrinkage factor.
 
-    The shrinkage factor is the part of the budget that all heads share equally.
+    The shrinkage factor is the part of the slots that is divided equally among all heads.
     """
     costs, shape = _rows(measured.costs), next(iter(measured.costs.values())).shape[:2]
     budgets, shrink = robust_budgets(costs, *rows_of(measured), slots, math.ceil(least))
@@ -177,7 +176,7 @@ def head_shares_of(measured: Measured, slots: int, least: float) -> tuple[list[l
 
 
 def rows_of(measured: Measured) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return for each of n KV heads the budgets that were measured [n, budgets], and the most slots it can use [n]."""
+    """Return, for n KV heads, the measured budgets [n, budgets] and the most slots that each head can use [n]."""
     heads = next(iter(measured.costs.values())).shape[1]
     return np.repeat(np.array(measured.budgets), heads, 0), np.repeat(np.array(measured.seen), heads)
 

@@ -1,7 +1,7 @@
-"""Measured costs of evictions, stored in the user's cache folder text by text.
+"""The measured loss by evictions, stored in the user's cache folder in one file for each text.
 
-An interrupted measurement continues with the first text that has no file. The folder's name contains a digest of the
-checkpoint's headers, of the size and time of its files, and of the cache settings on which the costs depend. A
+An interrupted measurement continues with the first text that has no file. The folder's name contains a hash of the
+checkpoint's headers, of the size and time of its files, and of the cache settings on which the loss depends. A
 checkpoint that changes is therefore measured again.
 """
 
@@ -41,7 +41,7 @@ HINT = "--no-calibrate builds at once with equal budgets"
 
 @dataclass(frozen=True)
 class Measured:
-    """The costs of evictions from KV heads' caches, measured on texts of several kinds."""
+    """The loss by evictions from each KV head's cache, measured on texts of several kinds."""
 
     length: int  # number of tokens of a text to which the budgets refer
     budgets: list[list[int]]  # by layer: measured budgets, in slots of a head that sees at most `seen` tokens
@@ -77,9 +77,9 @@ def measure(
     *,
     all_texts: bool = True,
 ) -> Measured:
-    """Return the costs of evictions on texts; costs that were measured before come from the cache folder.
+    """Return the loss by evictions on texts; what was measured before is read from the cache folder.
 
-    Without `all_texts`, only as many texts are read as `texts_of_build` says, those that are most unlike each other.
+    Without `all_texts`, only the number of texts that `texts_of_build` returns is read: those that differ most.
     """
     folder, least = folder_of(recipe, shape.checkpoint), least_slots(recipe)
     seen = [min(length, layer.sliding_window or length) for layer in shape.geometry]
@@ -118,7 +118,7 @@ def measure(
 
 
 def texts_of_build(shape: ModelShape) -> int:
-    """Return how many texts a build calibrates on, which depends only on the model, so that equal builds agree."""
+    """Return how many texts a build calibrates on. The number depends only on the model, so that equal builds agree."""
     return max(FEWEST, round(PARAMETERS / _parameters(shape)))
 
 
@@ -131,7 +131,7 @@ def duration(seconds: float) -> str:
 
 
 def device_of(shape: ModelShape, length: int) -> str:
-    """Return PyTorch's device that calibrates: a GPU that has the memory, otherwise the CPU."""
+    """Return the PyTorch device for a calibration: a GPU that has enough memory, otherwise the CPU."""
     import torch
 
     fits = torch.cuda.is_available() and torch.cuda.mem_get_info()[0] >= memory_of(shape, length)
@@ -139,7 +139,6 @@ def device_of(shape: ModelShape, length: int) -> str:
 
 
 def _require_memory(shape: ModelShape, length: int) -> None:
-    """Raise EnvironmentProblem if less memory is free than a calibration takes."""
     need, (_, available) = memory_of(shape, length), machine_memory()
     if 0 < available < need:
         raise EnvironmentProblem(
@@ -148,9 +147,9 @@ def _require_memory(shape: ModelShape, length: int) -> None:
 
 
 def memory_of(shape: ModelShape, length: int) -> int:
-    """Return about how many bytes a measurement takes in addition to PyTorch itself.
+    """Estimate the bytes of memory that a measurement takes in addition to PyTorch itself.
 
-    These are the weights and activations of one layer, the inputs of all layers, and the output head with the logits.
+    They hold the weights and activations of one layer, the inputs of all layers, and the output head with the logits.
     """
     model, layers = shape.model, len(shape.geometry)
     head = model.get_output_embeddings().weight.numel()
@@ -168,7 +167,6 @@ def _digest(sample: Sample) -> str:
 
 
 def _read(file: Path, shape: ModelShape) -> NDArray[np.float64] | None:
-    """Return the costs of evictions in a cached file; None if it is missing, damaged, or of another model."""
     try:
         cost = np.array(json.loads(file.read_text(encoding="utf-8"))["costs"], np.float64)
     except (OSError, ValueError, KeyError, TypeError):
@@ -178,7 +176,6 @@ def _read(file: Path, shape: ModelShape) -> NDArray[np.float64] | None:
 
 
 def _write(file: Path, cost: NDArray[np.float64]) -> None:
-    """Write the costs of evictions on a text; the file is whole or absent, even if the process is killed."""
     try:
         make_cache_folder(file.parent)
         write_file(file, json.dumps({"costs": np.vectorize(lambda x: float(f"{x:.6g}"))(cost).tolist()}))

@@ -17,7 +17,7 @@ from kvexport.errors import EnvironmentProblem, UsageError
 
 
 class Entry(NamedTuple):
-    """A folder in a cache: an artifact, or the files of a model from which artifacts are built."""
+    """A folder in a cache: an artifact, or the downloaded files of a model."""
 
     name: str
     kind: str

@@ -69,7 +69,7 @@ def report(error: BaseException, *, debug: bool = False) -> int:
 
 
 def _too_many_files(error: BaseException) -> KvexportError | None:
-    """Return the error to show if too many files are open: it looks like a damaged file, or one that cannot be read."""
+    """Return a clear error if too many files are open, which otherwise looks like a damaged or unreadable file."""
     if not lacks_files(error):
         return None
     import resource

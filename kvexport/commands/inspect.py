@@ -111,7 +111,7 @@ def _runs_on(manifest: Manifest) -> str:
 
 
 def _read_graph(path: Path, file: str) -> dict[str, Any]:
-    """Return the numbers of nodes of an ONNX graph, by operator and in its ONNX functions; None without `onnx`.
+    """Count the nodes of an ONNX graph, by operator and in its ONNX functions; counts are None without `onnx`.
 
     A call of an ONNX function counts as one node of the graph.
     """

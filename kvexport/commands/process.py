@@ -14,7 +14,7 @@ ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasatt
 class Terminated(KeyboardInterrupt):
     """The exception for a signal that asks the process to end.
 
-    Like an interrupt it passes every `except Exception`, so that each `finally` and context manager cleans up: the
+    No `except Exception` catches it, as with an interrupt, so every `finally` and context manager cleans up: the
     staging folder of a build, the folder of an evaluation, child processes.
     """
 

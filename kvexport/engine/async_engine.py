@@ -60,13 +60,13 @@ class AsyncEngine:
         self.engine.close()
 
     async def agenerate(self, prompt: Prompt, settings: GenerationSettings | None = None, **options: Any) -> Completion:
-        """Answer one prompt, and return the completion. Arguments and errors are those of `Engine.generate`."""
+        """Answer one prompt, and return the whole answer. `Engine.generate` explains arguments and errors."""
         return await self._completion(await self._request(prompt, settings, **options))
 
     async def astream(
         self, prompt: Prompt, settings: GenerationSettings | None = None, **options: Any
     ) -> AsyncGenerator[Token, None]:
-        """Yield the tokens of the answer to one prompt. Arguments and errors are those of `Engine.stream`."""
+        """Answer one prompt, and yield each token when it is chosen. `Engine.stream` explains arguments and errors."""
         async with aclosing(self._tokens(await self._request(prompt, settings, **options))) as tokens:
             async for token in tokens:
                 yield token
@@ -80,7 +80,10 @@ class AsyncEngine:
         logits_processor: Processors = None,
         **options: Any,
     ) -> Completion:
-        """Answer a conversation of chat messages. Arguments (except `stream`) and errors are those of `Engine.chat`."""
+        """Answer a conversation of chat messages.
+
+        `Engine.chat` explains the arguments (all but `stream`) and errors.
+        """
         prepare = partial(self.engine._prepare_chat, messages, settings, **options)
         ids, images, generation, plan, pins = await asyncio.to_thread(prepare)
         processors = as_processors(logits_processor)
@@ -134,7 +137,7 @@ class AsyncEngine:
             raise request.error
 
     def _started(self) -> EngineThread:
-        """Return the thread that runs the engine's steps, and start it at the first call."""
+        """Return the thread that runs the engine's steps. The first call starts the thread."""
         loop = asyncio.get_running_loop()
         if self._loop is not None and self._loop is not loop:
             raise KvexportError("the engine belongs to another event loop", "make an AsyncEngine in this event loop")

@@ -23,7 +23,7 @@ from kvexport.images.rows import call_images, chunk_end
 
 @dataclass(frozen=True)
 class Ahead:
-    """A decode call that the device computes ahead: the host has started it but has not read its logits yet."""
+    """A decode call that the device already computes, and whose logits the host has not read yet."""
 
     # Requests of the call, in the order of their lanes. A request that ended after the call began needs no logits.
     requests: Sequence[Request]
@@ -43,7 +43,10 @@ class ModelCalls:
         return int(seconds / self._row_seconds) if self._row_seconds else 0
 
     def prefill(self, requests: Sequence[Request], prefixes: Prefixes | None) -> list[Request]:
-        """Read the next prompt chunk of each request in one model call. The requests' lanes must be neighbours."""
+        """Read the next prompt chunk of each request in one model call.
+
+        The requests must have neighbouring batch lanes.
+        """
         start = time.perf_counter()
         parts = [slice(r.done, chunk_end(r.places, r.images, r.done, self._chunk)) for r in requests]
         chunks = [request.ids[part] for request, part in zip(requests, parts, strict=True)]
@@ -68,8 +71,8 @@ class ModelCalls:
     def decode(self, requests: Sequence[Request], drafter: Drafter | None, *, steady: bool = False) -> list[Request]:
         """Decode the next token of each request in one model call, and return the requests that got tokens.
 
-        The call covers all lanes up to the last request's lane. Lanes without one of the requests get no token, and
-        their KV caches do not change.
+        The call covers all lanes (rows of the batch) up to the last request's lane. Lanes without one of the requests
+        get no token, and their KV caches do not change.
         """
         start = time.perf_counter()
         if self.ahead is None and steady and drafter is None and self._may_follow(requests):
@@ -92,11 +95,11 @@ class ModelCalls:
         return [self.choose(request, rows, request.lane) for request in requests]
 
     def _may_follow(self, requests: Sequence[Request]) -> bool:
-        """Return whether each request's next token is that of the largest logit, so that the device can choose it."""
+        """Return whether every request takes the token of the largest logit next, so that the device can choose it."""
         return self._pool.state.runs_ahead and all(request.is_foreseen(self._max_length) for request in requests)
 
     def _begin(self, requests: Sequence[Request], decode: Callable[..., Pending]) -> Pending:
-        """Start a decode call for the requests' lanes, without merges; return a function that waits for the logits.
+        """Start a decode call without compressing any KV cache; return a function that waits for the logits.
 
         The function `decode` starts the call with the last token of each request. If the device chose these tokens
         itself, `decode` may ignore its argument and use the device's tokens (`ModelState.follow`).
@@ -106,9 +109,9 @@ class ModelCalls:
     def take_ahead(self, *, follow: bool) -> list[Request]:
         """Read the logits of the decode call that runs on the device, and return the requests that got tokens.
 
-        With `follow`, the device gets its next decode call before the logits are read. If a request has ended since its
-        decode call was started, the token that the call appended to the request's lane has no effect, because the lane
-        is cleared before another request gets it.
+        With `follow`, the device gets its next decode call before the logits are read. A request may have ended after
+        the decode call started. The token appended to its KV cache then has no effect, because the cache is cleared
+        before another request uses it.
         """
         start, call = time.perf_counter(), self.ahead
         assert call is not None
@@ -136,11 +139,11 @@ class ModelCalls:
             call.rows()
 
     def _verify(self, requests: Sequence[Request], drafts: Sequence[Tokens], start: float) -> list[Request]:
-        """Verify drafted (guessed) tokens in one model call, which reads the last token and the draft of each lane.
+        """Verify drafted (guessed) tokens in one model call, which reads each sequence's last token and its draft.
 
-        Each row of logits gives one token of the answer, up to the first token that differs from the draft. The draft's
-        tokens from there on are removed from the KV cache. `start` is the time (time.perf_counter()) at which the step
-        began.
+        Each row of logits gives one token of the answer, up to the first token that differs from the draft. That
+        drafted token and all after it are removed from the KV cache. `start` is the time (time.perf_counter()) at which
+        the step began.
         """
         lanes = self._pool.lanes
         tokens: list[Tokens] = [()] * (requests[-1].lane + 1)
@@ -190,7 +193,7 @@ class ModelCalls:
 
 
 def _last_tokens(requests: Sequence[Request]) -> list[Tokens]:
-    """Return the last token of each request by lane, up to the last request's lane; no token for empty lanes."""
+    """Return the last token of each request, one item per batch lane up to the last request's; empty for idle lanes."""
     tokens: list[Tokens] = [()] * (requests[-1].lane + 1)
     for request in requests:
         tokens[request.lane] = (request.last_token,)
@@ -198,5 +201,4 @@ def _last_tokens(requests: Sequence[Request]) -> list[Tokens]:
 
 
 def _timings(requests: Sequence[Request]) -> Iterable[Timing]:
-    """Return the different timing records of requests. Requests that were submitted together share a record."""
     return {id(request.timing): request.timing for request in requests}.values()

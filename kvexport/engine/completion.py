@@ -1,4 +1,4 @@
-"""Completions (whole answers) of prompts that are submitted together, from a loop over the engine's steps."""
+"""The whole answers (completions) to prompts that are submitted together, collected over the engine's steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Completion:
         text: The generated text; "" if the artifact has no tokenizer.
         finish_reason: The reason why the answer ended; None while it goes on.
         logprobs: The log probability of each generated token; empty unless `GenerationSettings.logprobs` is set.
-        top_logprobs: For each generated token, the likeliest token ids in its place with their log probabilities; empty
+        top_logprobs: For each generated token, the likeliest token ids at that place with their log probabilities;
+            empty
             unless `GenerationSettings.logprobs` is set.
         reasoning: The reasoning that the model wrote before the answer, if `Engine.chat` was called with tools, or if
             the model's answers have channels. Otherwise `text` includes the reasoning.
@@ -50,7 +51,7 @@ class Completion:
             self.top_logprobs.append(token.top_logprobs)
 
     def split(self, plan: AnswerPlan) -> Completion:
-        """Move reasoning and tool calls out of the text of the whole answer, and return this completion."""
+        """Move reasoning and tool calls out of the text of the finished answer, and return this completion."""
         answer = plan.answer()
         answer.add(self.text, self.finish_reason)
         self.text, self.reasoning, self.tool_calls = answer.text, answer.reasoning, answer.calls
@@ -58,12 +59,12 @@ class Completion:
 
 
 class Steps(Protocol):
-    """The methods of an engine that `tokens_of` needs to run requests."""
+    """The methods of an engine that `tokens_of` calls to run requests."""
 
     timing: Timing  # of the latest call of `tokens_of`, which sets it
 
     def add(self, request: Request) -> int:
-        """Queue a request until it gets a lane of the batch, and return its number."""
+        """Queue a request until it gets a lane (row of the batch), and return its number."""
         ...
 
     def cancel(self, request_id: int) -> bool:
@@ -78,7 +79,7 @@ class Steps(Protocol):
 def tokens_of(
     engine: Steps, requests: Sequence[Request], bundle: Bundle, on_prefill: Callable[[int, int], None] | None
 ) -> Iterator[Token]:
-    """Run requests that share a bundle, and yield their tokens in the order in which they are chosen.
+    """Run requests that were submitted together, and yield their tokens in the order in which they are chosen.
 
     `on_prefill` is called with the number of prompt tokens read so far and the number of all prompt tokens.
     """

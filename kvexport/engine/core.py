@@ -91,7 +91,7 @@ class EngineCore:
     def close(self) -> None:
         """Cancel all requests and free the KV caches. The weights are freed when no other engine uses the model.
 
-        A closed engine refuses requests. Closing an engine again does nothing.
+        A closed engine refuses requests. A second call of `close` does nothing.
         """
         with self._turns:
             for request_id in list(self._requests):
@@ -103,7 +103,7 @@ class EngineCore:
 
     @cached_property
     def origin(self) -> Origin:
-        """The model and contract version that the engine's snapshots (saved sequence states) belong to."""
+        """The model and format version from which the engine's snapshots (saved sequence states) come."""
         return Origin.of(self.manifest)
 
     @property
@@ -114,7 +114,7 @@ class EngineCore:
         return self.model.new_state(self.plan, lanes)
 
     def lanes(self, count: int) -> Lanes:
-        """Return `count` empty batch lanes with KV caches of their own, for callers that append tokens themselves."""
+        """Return `count` empty lanes (rows of the batch) with their own KV caches, for callers that append tokens."""
         self._check_count(count)
         limits = self.manifest.limits
         return Lanes(
@@ -144,7 +144,7 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        """Whether a request waits or runs, or got a token that the next step returns."""
+        """Whether a request waits or runs, or has a token that the next step will return."""
         return self._scheduler.busy or bool(self._early)
 
     # ---- requests ----
@@ -219,13 +219,11 @@ class EngineCore:
     # ---- the parts of a step ----
 
     def _goes_on(self) -> bool:
-        """Return whether the next step decodes for exactly the requests whose decode call runs on the device."""
         call = self._calls.ahead
         assert call is not None
         return self._scheduler.decodes_only and all(request.state is DECODING for request in call.requests)
 
     def _catch_up(self) -> list[Request]:
-        """Read the logits of the decode call that runs on the device, so that no call is in progress."""
         call = self._calls.ahead
         assert call is not None
         work = Schedule(decode=[request for request in call.requests if request.state is DECODING])
@@ -263,7 +261,7 @@ class EngineCore:
         return advanced
 
     def _finish(self, work: Schedule) -> None:
-        """Free the lanes of finished requests, and store a snapshot of each that has `Request.keep` set."""
+        """Free the batch lanes of finished requests, and store a snapshot of each request that has `keep` set."""
         self._forks.forget()
         for request in self._scheduler.update(work):
             self._requests.pop(request.id, None)
@@ -304,7 +302,7 @@ class EngineCore:
         return self.prefixes.leads(request, prefilling)
 
     def _give_lanes(self, admitted: Sequence[Request]) -> list[Request]:
-        """Set each admitted request's lane to its start: empty, saved prefix or snapshot, or copy of a prompt."""
+        """Fill each new request's KV cache: with nothing, a saved prefix, a snapshot, or another prompt's cache."""
         running = self._scheduler.running()
         self._pool.make(max(request.lane for request in admitted) + 1, others=len(running) > len(admitted))
         advanced = []
@@ -348,7 +346,7 @@ class EngineCore:
         return GenerationSettings.from_generation_config(self.generation_config, **overrides)
 
     def encode(self, prompt: Prompt, *, after: Snapshot | None = None) -> Ids:
-        """Return the token ids of a prompt, [n] int64, preceded by those of the snapshot `after`, if it is given."""
+        """Return the token ids of a prompt, [n] int64, after the ids of the snapshot `after` if there is one."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UsageError("the artifact has no tokenizer.json, so a prompt cannot be text", "pass token ids")
@@ -366,7 +364,10 @@ class EngineCore:
 
 
 def _checked_ids(prompt: Sequence[int] | Ids, vocabulary: int, *, empty: bool) -> Ids:
-    """Return token ids as [n] int64. Raise UsageError for wrong values, or for no ids unless `empty` is set."""
+    """Return token ids as [n] int64.
+
+    Raise UsageError if one is out of range, or if there is none and `empty` is False.
+    """
     ids = np.asarray(prompt)
     if ids.ndim != 1 or (ids.size == 0 and not empty):
         raise UsageError("the prompt is empty", "give at least one token")

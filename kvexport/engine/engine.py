@@ -113,7 +113,7 @@ class Engine(EngineCore):
         on_prefill: Callable[[int, int], None] | None = None,
         pins: Sequence[Ranges] = (),
     ) -> Iterator[Token]:
-        """Generate answers as `stream` does, to prompts from `encode_with_images`, each with the ranges of its pins."""
+        """Generate answers as `stream` does, for prompts that `encode_with_images` has encoded."""
         batch = [(self.encode(prompt), images) for prompt, images in prompts]
         bundle, processors = Bundle(), as_processors(logits_processor)
         requests = [
@@ -143,7 +143,7 @@ class Engine(EngineCore):
     ) -> tuple[NDArray[np.int64], PromptImages | None]:
         """Return the token ids of a prompt with images, [n] int64, and the encoded images, for `Request.images`.
 
-        The encoded images of a prompt without images are None.
+        For a prompt without images the second result is None.
 
         Args:
             prompt: Text, or token ids that have a placeholder for each vector that the image encoder makes of the
@@ -172,7 +172,10 @@ class Engine(EngineCore):
     def _with_images(
         self, prompt: P, images: Sequence[ImageInput], *, rows: bool = True, **options: Any
     ) -> tuple[P | str, PromptImages]:
-        """Return a prompt with its images' texts, and the encoded images; `options` are those of `encode_images`."""
+        """Insert the image placeholders into a prompt; return the prompt and the encoded images.
+
+        `encode_images` explains `options`.
+        """
         spec = self.require_images()
         encoded, texts = encode_images(images, spec, self._encode_tile if rows else None, self.image_rows, **options)
         return with_images(prompt, texts, spec) if isinstance(prompt, str) else prompt, encoded
@@ -398,7 +401,7 @@ class Engine(EngineCore):
         response_format: Mapping[str, Any] | None = None,
         **overrides: Any,
     ) -> tuple[list[int], PromptImages | None, GenerationSettings, AnswerPlan, Ranges]:
-        """Return a conversation's token ids, images and settings, how its answer is split, and its pinned tokens."""
+        """Return a conversation's token ids, images, settings, how to split the answer, and the pinned token ranges."""
         generation = settings or self.settings(**overrides)
         form = response_form(response_format)
         if form is not None and generation.grammar is not None:

@@ -13,8 +13,8 @@ from kvexport.engine.scheduler import Scheduler
 class Forks:
     """The forks of an engine's requests: further answers to a prompt that is read only once.
 
-    A fork begins with a copy of the lane that read the prompt, if that lane has not changed since. Before such a lane
-    changes, its state is saved for the forks that still wait.
+    A fork begins with a copy of the KV cache of the request that read the prompt. Before that cache changes, its state
+    is saved for the forks that still wait.
     """
 
     def __init__(self, scheduler: Scheduler, pool: LanePool) -> None:
@@ -30,7 +30,7 @@ class Forks:
             self._parents.append(request)
 
     def keep(self) -> None:
-        """Save the lanes that waiting forks (further answers) start from, if the next step will change the lanes."""
+        """Save the KV caches that waiting forks (further answers) start from, if the next step changes them."""
         for parent in self._parents:
             end = parent.prompt_end
             assert end is not None
@@ -38,7 +38,7 @@ class Forks:
                 parent.prompt_end = replace(end, saved=self._pool.lanes.save(end.lane))
 
     def begin(self, request: Request, parent: Request) -> HostRows:
-        """Copy the KV cache after the parent's prompt into the fork's lane, and return the logits after the prompt."""
+        """Copy the KV cache after the prompt of `parent` to the fork, and return the logits after the prompt."""
         end = parent.prompt_end
         assert end is not None
         if end.saved is None:

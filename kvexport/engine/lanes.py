@@ -1,7 +1,8 @@
-"""Lanes: the rows of the batch. Each has a KV cache, and this module decides when a lane's cache merges (compresses).
+"""Lanes, the rows of the batch. Each lane has a KV cache, and this module decides when the cache is compressed.
 
-A lane merges only when its own cache needs room, never because of another lane. The tokens of a sequence therefore do
-not depend on its batch. Prompts merge after every chunk, or once at their end (`cache.merge_prompts`).
+Compressing merges cache slots until the cache is within its budget. A lane is compressed only when its own cache needs
+room, never because of another lane, so the tokens of a sequence do not depend on the batch. Prompts are compressed
+after every chunk, or once at their end (`cache.merge_prompts`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Tokens = Sequence[int] | NDArray[np.int64]
 
 
 class Lanes:
-    """The lanes (rows of the batch) of a model's state. Merges keep the KV caches of all lanes within capacity."""
+    """The lanes (rows of the batch) of a model's state. Their KV caches are compressed before they exceed capacity."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class Lanes:
         self._count(range(lanes))
 
     def clear(self, first: int = 0, last: int | None = None, *, poisoned: bool = False) -> None:
-        """Empty the KV caches of lanes first <= lane < last, or of all lanes; `poisoned`: caches may contain NaN."""
+        """Empty the KV caches of lanes first <= lane < last, or of all; `poisoned`: the caches may contain NaN."""
         last = self.count if last is None else last
         self.state.clear(first, last, poisoned=poisoned)
         self._held[first:last] = 0
@@ -84,33 +85,34 @@ class Lanes:
         self._count(range(first, last))
 
     def counters(self, lane: int) -> Counters:
-        """Return a lane's counters: occupied slots of each KV head after a merge, tokens since then, all tokens."""
+        """Return counters of a lane: slots of each KV head after the last merge, tokens since then, and all tokens."""
         return Counters(tuple(self._held[lane].tolist()), self._added[lane], self.length[lane], self._pins[lane])
 
     def pin(self, lane: int, pins: Pins) -> None:
-        """Set the ranges of positions (first, end) of a lane whose tokens are never evicted, read or unread.
+        """Set the position ranges (first, end) of a sequence whose tokens are never evicted.
 
-        Tokens that were read before must have been pinned then. The caches need room for all of them (`cache.pinned`).
+        Tokens in the ranges that were read before must have been pinned when they were read. The cache needs room for
+        all pinned tokens (`cache.pinned`).
         """
         self._pins[lane] = pins
 
     def occupied(self, lane: int) -> float:
-        """Return a lane's occupied slots, averaged over KV heads that evict entries; if no head does, its tokens."""
+        """Return how many slots of a lane are occupied, averaged over KV heads that evict; if none does, its tokens."""
         if not self._compresses.any():
             return self.length[lane]
         return float(self._held[lane][self._compresses].mean()) + self._added[lane]
 
     @property
     def budget(self) -> float:
-        """The average budget in slots of the KV heads that evict entries; infinite if no head evicts."""
+        """The budget in cache slots, averaged over the KV heads that evict entries; infinite if no head evicts."""
         return float(self._budget[self._compresses].mean()) if self._compresses.any() else math.inf
 
     def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
-        """Return copies of one lane's state tensors in host memory. See `ModelState.read`."""
+        """Return copies of one lane's state tensors in host memory, as `ModelState.read` does."""
         return self._state().read(lane, names)
 
     def view(self, lane: int) -> Mapping[str, NDArray[Any]] | None:
-        """Return views of one lane's state tensors; None if they are not in host memory. See `ModelState.view`."""
+        """Return views of one lane's state tensors, as `ModelState.view` does; None if they are not in host memory."""
         return self._state().view(lane)
 
     def write(self, lane: int, state: Mapping[str, NDArray[Any]]) -> None:
@@ -120,14 +122,14 @@ class Lanes:
     def save(self, lane: int) -> Saved:
         """Return the state tensors and counters of one lane, for `restore`.
 
-        Reference queries, recent queries that a method keeps for its merges, are left out if newer queries will replace
-        them before the next merge.
+        Recent queries that a method stores for its merges are left out if newer queries will replace them before the
+        next merge.
         """
         state = without_replaced(self._plan, self.read(lane), self.before_merge(lane))
         return Saved(state, self.counters(lane))
 
     def saved_bytes(self, lane: int) -> int:
-        """Return an upper bound of the bytes that `save` copies of a lane: its occupied slots and ring buffers."""
+        """Return an upper bound of the bytes that `save` copies of a lane: occupied slots and stored recent queries."""
         used = iter(np.minimum(self._held[lane] + self._added[lane], self._capacity).tolist())
         caches = [
             replace(x, capacity=x.first_slots(max(itertools.islice(used, x.kv_heads)))) for x in self._plan.caches
@@ -135,12 +137,12 @@ class Lanes:
         return replace(self._plan, caches=tuple(caches)).bytes()
 
     def restore(self, lane: int, saved: Saved) -> None:
-        """Load a saved lane, also one of another engine with an equal cache plan and merge interval."""
+        """Load a saved lane. It may come from another engine whose cache shapes and merge interval are equal."""
         self._state().write(lane, with_whole_rings(self._plan, saved.state), saved.counters.length)
         self._set(lane, saved.counters)
 
     def before_merge(self, lane: int) -> int:
-        """Return the smallest number of tokens that a lane gets before its next merge compresses its KV cache."""
+        """Return the smallest number of tokens that a lane gets before its KV cache is compressed again."""
         due = max(self._spare[lane] + 1, 1 if self._every_chunk else self.merge_every)
         full = self._room[lane] - self.prefill_chunk + 1  # with more tokens, the next prompt chunk might not fit
         return max(min(due, full) - self._added[lane], 0)
@@ -159,7 +161,6 @@ class Lanes:
         self._count((lane,), counters.added)
 
     def _count(self, lanes: Iterable[int], added: int = 0) -> None:
-        """Compute how many tokens fit into lanes, to which `added` tokens were appended since the last merge."""
         for lane in lanes:
             occupied = self._held[lane]
             self._added[lane] = added
@@ -190,10 +191,10 @@ class Lanes:
         unread: Collection[int] = (),
         images: CallImages | None = None,
     ) -> NDArray[np.float32]:
-        """Append tokens to lanes, then merge (compress) the KV caches that are due, and return logits.
+        """Append tokens to lanes, compress the KV caches that are due, and return the logits.
 
-        A lane over its budget merges after a prompt chunk (unless prompts merge at their end), or, while it decodes,
-        once it has `merge_every` new tokens.
+        A cache over its budget is compressed after a prompt chunk (unless prompts are compressed at their end), or,
+        during decoding, once it has `merge_every` new tokens.
         """
         decode = self.state.decode if prefill else self.state.advance
         if images is not None:
@@ -209,7 +210,7 @@ class Lanes:
         prefill: bool = False,
         unread: Collection[int] = (),
     ) -> T:
-        """Append tokens to lanes as `append` does, with the model call `decode`, and return the call's result."""
+        """Append tokens to lanes as `append` does, but by the model call `decode`, and return what `decode` returns."""
         result = self._append(decode, tokens, first or 0, every=first is None)
         waits = () if self._every_chunk else unread
         counts, at_once = [len(t) for t in tokens], prefill and self._every_chunk
@@ -224,20 +225,20 @@ class Lanes:
     def begin(
         self, decode: Callable[[NDArray[np.int64], NDArray[np.int64], int], T], tokens: Sequence[Tokens], *, first: int
     ) -> T:
-        """Append tokens to lanes with the model call `decode`, and leave merges to a later call of `merge_due`."""
+        """Append tokens to lanes by the model call `decode`; `merge_due` compresses the KV caches later."""
         return self._append(decode, tokens, first)
 
     def merge_due(self, lanes: Sequence[int]) -> None:
-        """Merge (compress) those KV caches of `lanes` (in ascending order) that are due after decoded tokens."""
+        """Compress those KV caches of `lanes` (in ascending order) that have enough new decoded tokens."""
         if due := [lane for lane in lanes if self._is_due(lane, at_once=False)]:
             self._merge(due)
 
     def draft(self, tokens: Sequence[Tokens], *, first: int) -> NDArray[np.float32]:
-        """Append each lane's last token and drafted tokens without a merge; call `settle` for each lane afterwards."""
+        """Append each lane's last token and drafted tokens without compression; then call `settle` for each lane."""
         return self._append(self.state.decode, tokens, first)
 
     def settle(self, lane: int, rejected: int) -> None:
-        """Roll back a lane's last `rejected` drafted tokens, and merge (compress) its KV cache if that is due."""
+        """Remove a lane's last `rejected` drafted tokens, and compress its KV cache if enough tokens are new."""
         if rejected:
             self._state().rollback(lane, rejected)
             self._added[lane] -= rejected
@@ -272,7 +273,6 @@ class Lanes:
     def _inputs(
         self, tokens: Sequence[Tokens], counts: list[int], width: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the decoder's inputs for n lanes: padded input_ids [n, width] and query_length [n, 1]."""
         if width == 1:
             for i, count in enumerate(counts):
                 self._step_counts[i] = count
@@ -331,7 +331,7 @@ class Lanes:
             self._count(lanes)
 
     def _age_pins(self, lane: int) -> None:
-        """Lower the positions of a lane's pinned slots below 0, because a merge keeps slots before the sinks' end.
+        """Lower the positions of a lane's pinned slots below 0, because a merge never evicts the lowest positions.
 
         A pinned slot is never merged, so no other slot has its position.
         """
@@ -348,7 +348,7 @@ class Lanes:
 
     @contextmanager
     def _positions(self, lane: int) -> Iterator[list[NDArray[Any]]]:
-        """Yield the positions of a lane's slots that pins are in, by layer; what the caller changes is written back."""
+        """Yield the slot positions of a lane, one array per layer with pinned slots; changes are written back."""
         view = self._state().view(lane)
         state = self._state().read(lane, self._pinnable) if view is None else view
         yield [state[name] for name in self._pinnable]

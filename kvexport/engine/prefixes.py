@@ -38,8 +38,8 @@ class Prefixes:
     def keys(self, ids: NDArray[np.int64], borders: Iterable[int], adapter: str | None = None, pins: Pins = ()) -> Keys:
         """Return the hashes of a prompt's tokens up to each chunk border before its last token.
 
-        The last token is always read, because the logits after it are needed. Prompts for different LoRA adapters share
-        no hash, nor do prompts whose pinned tokens differ before the border.
+        The last token of a prompt is always read again, because the logits after the token are needed. Prompts have
+        different hashes if their LoRA adapters differ, or their pinned tokens before the border.
         """
         hashed, keys, start = hashlib.sha256((adapter or "").encode()), Keys(), 0
         for border in borders:
@@ -52,7 +52,7 @@ class Prefixes:
     def begin(self, request: Request) -> Saved | None:
         """Return the state of the longest saved prefix of a request's prompt; None to read the whole prompt.
 
-        The chunk borders at which the request's lane should be saved are added to `request.borders`.
+        The function adds to `request.borders` the chunk borders at which the KV cache should be saved.
         """
         keys = request.keys
         read = next((border for border in reversed(keys) if keys[border] in self._saved), 0)
@@ -73,8 +73,8 @@ class Prefixes:
     def _borders(self, keys: Keys, read: int) -> set[int]:
         """Return the chunk borders at which a prompt's KV cache should be saved for later prompts.
 
-        These are the prompt's last chunk border, borders at doubling distances before it, and the last border up to
-        which an earlier prompt had the same tokens. The next prompt is likely to differ from there on.
+        The result has the prompt's last chunk border, borders at doubling distances before that, and the last border up
+        to which an earlier prompt had the same tokens, because the next prompt is likely to differ there too.
         """
         last, back = max(keys, default=0), self.chunk
         borders = {last}
@@ -98,7 +98,7 @@ class Prefixes:
     def save(self, requests: Sequence[Request], rows: Rows, lanes: Lanes) -> None:
         """Save the KV caches of requests that have reached a chunk border where a prefix should be saved.
 
-        Lanes that may contain NaN are not saved. `rows` are the logits after the prompt tokens that were read.
+        A KV cache that may contain NaN is not saved. `rows` are the logits after the prompt tokens that were read.
         """
         for i, request in enumerate(requests):
             if request.done not in request.borders or not np.isfinite(rows.row(i)).all():

@@ -96,8 +96,8 @@ class Timing:
 class Bundle:
     """Data shared by requests whose prompts were submitted together: token counts, durations and new tokens.
 
-    No request of a bundle decodes before the prompts of all its requests that have lanes are read, because this takes
-    the fewest model calls.
+    The requests of a bundle start to decode together, after all their prompts (of those that have lanes) are read. This
+    order takes the fewest model calls.
 
     Attributes:
         timing: The token counts and durations of all requests of the bundle together.
@@ -261,7 +261,7 @@ class Request:
         self.initialize(ids, sampler, text, done)
 
     def check_pins(self, ids: Ids, manifest: Manifest) -> None:
-        """Set the request's pinned tokens, those of its snapshot included; raise UsageError if they have no room."""
+        """Set the tokens that stay in the cache, with those of the snapshot; raise UsageError if they have no room."""
         before, after = (0, ()) if self.start is None else (len(self.start.ids), self.start.counters.pins)
         ranges = [_range(pin, len(ids) - before) for pin in self.pin]
         self.pins = joined([*after, *((before + first, before + end) for first, end in ranges)])
@@ -280,7 +280,7 @@ class Request:
         )
 
     def load_adapter(self, adapters: Adapters) -> None:
-        """Look up the request's LoRA adapter; raise SnapshotError if the snapshot to continue has another one."""
+        """Look up the request's LoRA adapter; raise SnapshotError if the snapshot it continues has another adapter."""
         start = self.start
         self.loaded = adapters.get(self.adapter)
         if start is None:
@@ -298,15 +298,15 @@ class Request:
 
     @property
     def _resumes(self) -> bool:
-        """Whether the request has no prompt of its own, and resumes the answer or unread prompt of its snapshot."""
+        """Whether the request has no prompt of its own, and continues the answer or unread prompt of its snapshot."""
         return self.start is not None and len(self.prompt) == 0
 
     def waiting_state(self, plan: CachePlan) -> Saved:
-        """Return the saved lane with which a waiting request will begin; an empty lane without a snapshot."""
+        """Return the saved lane from which a waiting request will start: its snapshot's, otherwise an empty lane."""
         return empty_lane(plan) if self.start is None else self.start.saved
 
     def snapshot_with(self, saved: Saved, origin: Origin) -> Snapshot:
-        """Return a snapshot of the request; `saved` is the saved state of its lane."""
+        """Return a snapshot of the request, whose KV cache is in `saved`."""
         text = None if self.text is None or self.state is FINISHED else self.text.state()
         sampler = self.sampler
         return Snapshot(
@@ -323,18 +323,18 @@ class Request:
 
     @property
     def digest(self) -> str | None:
-        """The digest of the request's LoRA adapter; None for the model without one."""
+        """The hash of the request's LoRA adapter; None for the model without an adapter."""
         return None if self.loaded is None else self.loaded.digest
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """The digests of all images of the sequence, in order: those of `start` and those of the prompt."""
+        """The hashes of all images of the sequence, in order: images of the snapshot `start`, then of the prompt."""
         earlier = () if self.start is None else self.start.images
         return earlier if self.images is None else (*earlier, *self.images.digests)
 
     @property
     def keyed_ids(self) -> NDArray[np.int64]:
-        """The token ids of the prompt, with a key of each image in place of the image's placeholder tokens."""
+        """The token ids of the prompt, in which a hash of each image replaces the image's placeholder tokens."""
         if self.images is None:
             return self.ids
         return np.where(self.places > 0, self.images.keys[self.places - 1], self.ids)
@@ -360,7 +360,7 @@ class Request:
         return min(left, max_length - len(self.ids) - len(self.tokens))
 
     def is_foreseen(self, max_length: int) -> bool:
-        """Return whether the next token is surely that of the largest logit, and the answer may have further tokens.
+        """Return whether the next token certainly has the largest logit, and the answer may go on after it.
 
         The result is False if `keep` is set, because the lane is then saved at the end of the answer. Prompt and answer
         together have at most `max_length` tokens.
@@ -379,7 +379,7 @@ class Request:
         self.state, self.lane = PREFILLING if self.unread else DECODING, lane
 
     def skip(self, done: int) -> None:
-        """Note that the first `done` prompt tokens need no prefill: the lane's starting state contains them."""
+        """Note that the first `done` prompt tokens need no prefill, because the KV cache already contains them."""
         self.timing.prompt_tokens -= done - self.done
         self.done = self.cached_tokens = done
 
@@ -426,7 +426,7 @@ class Request:
 
 
 def _range(pin: object, tokens: int) -> tuple[int, int]:
-    """Return a range of tokens that a request pins. Raise UsageError for anything else."""
+    """Return one pinned range of a prompt's tokens as (first, end). Raise UsageError for anything else."""
     ends = tuple(pin) if isinstance(pin, tuple | list) else ()
     whole = len(ends) == 2 and all(isinstance(end, int | np.integer) for end in ends)
     if not whole or not 0 <= ends[0] <= ends[1] <= tokens:
@@ -438,7 +438,7 @@ def _range(pin: object, tokens: int) -> tuple[int, int]:
 
 
 def ranges_of(pin: Pin) -> Ranges:
-    """Return the tokens that a caller pins, the first n or ranges, as ranges."""
+    """Return the pinned tokens as ranges (first, end); a number n means the first n tokens."""
     if isinstance(pin, int | np.integer):
         return [(0, int(pin))] if pin else []
     return pin

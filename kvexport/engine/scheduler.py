@@ -82,7 +82,7 @@ class Scheduler:
         return Schedule(admitted, self._chunks(), decode, *moved)
 
     def _move(self) -> tuple[Sequence[Request], int]:
-        """Move the request in the last decoding lane to the lowest free lane, if that is lower.
+        """Move the request in the last decoding lane (row of the batch) to the lowest free lane, if one is lower.
 
         At most one request moves in a step.
         """
@@ -144,8 +144,8 @@ class Scheduler:
     def _is_ready(self, request: Request) -> bool:
         """Return whether a waiting request can get a lane now.
 
-        A fork waits until its prompt has been read. If the request that should have read the prompt ended early, the
-        fork reads it itself.
+        A fork (another answer to a prompt) waits until the prompt has been read. If the request that should read the
+        prompt ended early, the fork reads the prompt.
         """
         parent = request.fork_of
         if parent is None or parent.prompt_end is not None:

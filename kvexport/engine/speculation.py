@@ -1,4 +1,4 @@
-"""Drafters for speculative decoding. The engine verifies their drafts in `kvexport.engine.calls`.
+"""Drafters guess the next tokens for speculative decoding; `kvexport.engine.calls` verifies these drafts.
 
 A draft is a guess of the next tokens, which one call of the decoder checks. The row of logits after each drafted token
 goes through the sequence's own sampler, as it would without a draft. The first token that differs from the draft ends

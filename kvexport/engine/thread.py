@@ -48,7 +48,6 @@ class EngineThread:
         return future
 
     def end(self) -> None:
-        """Ask the engine's thread to end after the step that it runs. `join` waits until the thread has ended."""
         self._ending = True
         self._calls.put((lambda: None, Future()))
 

@@ -11,7 +11,7 @@ class Turns:
     """A fair, reentrant lock: threads get it in the order in which they ask.
 
     A plain lock is not fair. A thread that steps an engine in a loop would take a plain lock again before a waiting
-    thread wakes up, and the waiting thread's request would not start until the loop ends.
+    thread wakes up. The waiting thread's request would then not start until the loop ends.
     """
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ Ids = list[int]
 class Language(Protocol):
     """Interface of a wording of evaluation tasks: statements, questions and filler text as token ids.
 
-    An answer follows its question without a space or line break between them.
+    An answer directly follows its question, without a space or line break between the two.
     """
 
     names: tuple[str, ...]  # distinct words that a fact can be about
@@ -35,7 +35,7 @@ class Language(Protocol):
     def ask(self, kind: str, name: str, answer: str) -> tuple[Ids, Ids]:
         """Return a question about a name, and its answer.
 
-        The kind "one" asks for the thing of a name that has one, "mostly" for the thing that is stated most often.
+        With kind "one" the name has one thing. With "mostly" it has several, and the most frequent one is the answer.
         """
         ...
 
@@ -46,7 +46,7 @@ class Language(Protocol):
     def text(self, rng: np.random.Generator, count: int) -> tuple[Ids, list[int]]:
         """Return a text of `count` tokens, its start token included, and the positions of evaluated predictions.
 
-        At these positions the next token can be predicted from the text, as the model was trained to do.
+        At the evaluated positions the next token can be predicted from the text, as the model was trained to do.
         """
         ...
 
@@ -129,7 +129,7 @@ class Text:
     def text(self, rng: np.random.Generator, count: int) -> tuple[Ids, list[int]]:
         """Return consecutive lines of the source text as token ids, and all positions in the second half of the text.
 
-        The evaluation starts there, because even a KV cache with a budget of half the text is full by then.
+        Only the second half is evaluated, because by then even a cache for half of the text is full.
         """
         ids = [*self.start, *(token for line in self.filler(rng, count - len(self.start)) for token in line)]
         return ids, list(range(count // 2, count - 1))

@@ -36,7 +36,7 @@ def log_softmax(logits: NDArray[Any]) -> Logs:
 
 
 def encode(logs: Logs) -> NDArray[np.uint16]:
-    """Quantize log-probabilities to uint16: whole steps of 1/2048 nat below 0."""
+    """Round log-probabilities to uint16: the number of whole steps of 1/2048 nat below 0."""
     rows, best = np.arange(len(logs)), logs.argmax(-1)
     steps = np.rint(np.minimum(logs * -STEPS, LOWEST)).astype(np.int32)
     highest = steps[rows, best]
@@ -46,7 +46,7 @@ def encode(logs: Logs) -> NDArray[np.uint16]:
 
 
 def decode(steps: NDArray[np.uint16]) -> Logs:
-    """Return log-probabilities from the uint16 steps of `encode`, normalized so that the probabilities sum to 1."""
+    """Reverse `encode`: return log-probabilities from uint16 steps, normalized so that probabilities sum to 1."""
     logs = steps / -float(STEPS)
     logs -= np.log(np.exp(logs).sum(-1, keepdims=True))
     return logs

@@ -34,7 +34,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Cell:
-    """The number of right answers among the evaluation samples of one length and depth (the place of the fact)."""
+    """How many evaluation samples of one prompt length and one depth (place of the fact in the prompt) were right."""
 
     length: int
     depth: float

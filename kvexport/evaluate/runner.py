@@ -117,7 +117,7 @@ class Run:
         )
 
     def full(self) -> Result:
-        """Measure the full KV cache on every task; its predictions become the reference of every KL divergence."""
+        """Measure the full KV cache on every task. Later KL divergences are measured from its predictions."""
         recipe = load_setting(self.recipe, FULL, None, self.common)
         # The artifact is built for the longest sample; the reported bytes are those of a prompt of the run's length.
         exact = recipe.model_copy(update={"limits": recipe.limits.model_copy(update={"max_length": self.length})})

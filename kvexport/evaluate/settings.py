@@ -42,7 +42,7 @@ def parse_budgets(text: str) -> list[float]:
 
 
 def overrides_of(label: str) -> list[str]:
-    """Return the recipe overrides (`--set` lines) of a method label such as "keepkv:threshold=0.7"."""
+    """Return the recipe settings (as for `--set`) of a method label such as "keepkv:threshold=0.7"."""
     method, *pairs = label.split(":")
     lines = [f"cache.method={method}"]
     for pair in pairs:
@@ -70,9 +70,9 @@ def equal_bytes(
 ) -> list[Setting]:
     """Return every compression method at every budget, with KV caches of equal bytes.
 
-    The bytes of a budget are those of the method whose cache with that many slots is smallest. They include votes,
-    scores, positions and slack; for a cache that is merged only after the prompt, the bytes after the prompt count.
-    Every method gets as many slots as fit into these bytes.
+    For each budget, the method with the smallest cache of that many slots sets the number of bytes, and every other
+    method gets as many slots as fit into these bytes. Votes, scores, positions and free slots count. A cache that is
+    compressed only after the prompt counts with its bytes after the prompt.
     """
     settings = []
     for budget in budgets:

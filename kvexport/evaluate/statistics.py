@@ -25,7 +25,7 @@ class Estimate:
 
 
 def share(hits: int, count: int) -> Estimate:
-    """Return the share `hits` / `count` with Wilson's score interval (Wilson 1927), whose width is never 0."""
+    """Return the fraction `hits` / `count` with Wilson's score interval (Wilson 1927), which is never of width 0."""
     if not 0 <= hits <= count or not count:
         raise ValueError(f"{hits} hits of {count}")
     p, z2 = hits / count, Z * Z

@@ -52,7 +52,7 @@ class Task:
     exact: bool = True
 
     def samples(self, language: Language, count: int, length: int, seed: int) -> list[Sample]:
-        """Return `count` samples of the task at every length, over all depths. Equal arguments give equal samples."""
+        """Return `count` samples per prompt length over all depths (places of the fact); equal for equal seeds."""
         samples = []
         for share in self.lengths:
             size = max(1, round(share * length))
@@ -85,7 +85,7 @@ def compose(
     question_and_answer: tuple[Ids, Ids],
     depth: float | None = None,
 ) -> Sample:
-    """Return a sample whose prompt has exactly `length` tokens: facts among filler text, then the question."""
+    """Return a sample whose prompt has exactly `length` tokens: statements among filler text, then the question."""
     question, answer = question_and_answer
     room = length - len(language.start) - len(question) - sum(map(len, statements))
     if room < 0:
@@ -102,7 +102,6 @@ def compose(
 
 
 def _people(language: Language, rng: np.random.Generator, count: int) -> tuple[list[str], list[str]]:
-    """Draw `count` distinct names and `count` distinct things, for facts of the form "name has thing"."""
     names = rng.permutation(len(language.names))[:count]
     things = rng.permutation(len(language.things))[:count]
     return [language.names[i] for i in names], [language.things[i] for i in things]
@@ -118,7 +117,7 @@ def _facts_that_fit(language: Language, length: int) -> int:
 
 @task("needle", lengths=(0.25, 0.5, 1.0), depths=(0.0, 0.25, 0.5, 0.75, 1.0))
 def needle(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """Ask for one fact hidden in filler text, by its depth and the prompt's length."""
+    """Hide one fact at a given depth of filler text of a given length, and ask for the fact."""
     (name,), (thing,) = _people(language, rng, 1)
     return compose(language, rng, length, [language.fact(name, thing)], language.ask("one", name, thing), depth)
 
@@ -134,7 +133,7 @@ def multikey(language: Language, rng: np.random.Generator, length: int, depth: f
 
 @task("associative")
 def associative(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """Ask for one of as many facts as fit the prompt (at most 128), without filler text."""
+    """Ask for one of many facts in a prompt that consists of facts only, at most 128."""
     names, things = _people(language, rng, _facts_that_fit(language, length))
     facts = [language.fact(name, thing) for name, thing in zip(names, things, strict=True)]
     index = int(rng.integers(len(names)))
@@ -146,7 +145,7 @@ def associative(language: Language, rng: np.random.Generator, length: int, depth
 
 @task("duplicates")
 def duplicates(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """Ask for the more frequent of two things of one name: one is stated 5 times, the other 2 times."""
+    """State one thing of a name 5 times and another thing 2 times, and ask for the more frequent thing."""
     names, things = _people(language, rng, 8)
     facts = [language.fact(names[0], things[0])] * 5 + [language.fact(names[0], things[1])] * 2
     facts += [language.fact(name, thing) for name, thing in zip(names[1:], things[2:], strict=False)]
@@ -156,13 +155,13 @@ def duplicates(language: Language, rng: np.random.Generator, length: int, depth:
 
 @task("text", exact=False)
 def text(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """Predict a text that is read in chunks: perplexity and KL to the full cache at predictable positions."""
+    """Predict a text that is read in chunks: perplexity, and KL divergence from the full cache."""
     ids, counted = language.text(rng, length)
     return Sample(ids, len(ids), counted, {"length": float(length)})
 
 
 @task("decoded", exact=False)
 def decoded(language: Language, rng: np.random.Generator, length: int, depth: float) -> Sample:
-    """Predict the second half of a text, fed token by token, so that merges happen as in decoding."""
+    """Predict the second half of a text, fed token by token, so that the cache is compressed as in decoding."""
     ids, counted = language.text(rng, length)
     return Sample(ids, length // 2, [p for p in counted if p >= length // 2 - 1], {"length": float(length)})

@@ -61,7 +61,7 @@ IGNORE = -100  # label of a position without a loss
 def filler_sentences(rng: np.random.Generator, count: int) -> list[list[int]]:
     """Return filler sentences of exactly ``count`` tokens in all.
 
-    Each sentence has two to eight words and a full stop; it has fewer words if no more fit.
+    Each sentence has two to eight words and a full stop. The last may be shorter.
     """
     words = rng.choice(FILLER_IDS, size=count).tolist()
     sentences, start = [], 0
@@ -97,9 +97,9 @@ def make_story(
 
 
 def make_prompt(rng: np.random.Generator, length: int, facts: int, depth: float | None = None) -> tuple[list[int], int]:
-    """Return a prompt of exactly ``length`` token ids, ``<bos> ... ? NAME``, and the id of its answer.
+    """Return a prompt of exactly ``length`` token ids, ``<bos> ... ? NAME``, and the token id of the right answer.
 
-    ``depth`` is the place of the fact that is asked for: 0 puts it first, 1 right before the question.
+    ``depth`` is the place of the fact that is asked for: 0 at the beginning, 1 right before the question.
     """
     story, pairs = make_story(rng, length - 3, facts, depth)
     name, thing = pairs[0]
@@ -109,8 +109,9 @@ def make_prompt(rng: np.random.Generator, length: int, facts: int, depth: float 
 def recall_row(rng: np.random.Generator, length: int) -> tuple[list[int], list[int]]:
     """Return a training row of ``length`` ids and its labels, aligned with the ids.
 
-    The row is ``<bos> story ? NAME THING ? NAME THING ... <eos>``. Only the answers and the final ``<eos>`` have a
-    loss. The question marks between two questions have none, so that the model generates one answer and then ``<eos>``.
+    The row is ``<bos> story ? NAME THING ? NAME THING ... <eos>``. Only answers and the final ``<eos>`` count in the
+    loss. Question marks between two questions do not count, so that the model learns to generate one answer and then
+    ``<eos>``.
     """
     most = min(MAX_FACTS, (length - 5) // 3)
     facts = max(1, round(math.exp(rng.uniform(0, math.log(most)))))

@@ -20,8 +20,8 @@ def forked(work: Callable[[], bytes]) -> Iterator[Callable[[], bytes]]:
     """Start `work` in a forked process, and yield a function that waits for the result of `work`.
 
     The forked process ends with the context at the latest. If no process can or should be forked (`can_fork`), or if it
-    fails or does not answer within `PATIENCE_SECONDS`, the calling process runs `work` itself when the result is
-    needed, and raises the exceptions of `work`.
+    fails or does not answer within `PATIENCE_SECONDS`, the calling process itself runs `work` when the result is
+    needed, and exceptions of `work` are raised there.
     """
     if not can_fork():
         yield work
@@ -56,7 +56,7 @@ def forked(work: Callable[[], bytes]) -> Iterator[Callable[[], bytes]]:
 def can_fork() -> bool:
     """Return whether this process can fork a copy of itself that works on another CPU core.
 
-    This needs Linux, more than one core, no other Python thread (the copy could wait forever for a lock of such a
+    Forking needs Linux, more than one core, no other Python thread (the copy could wait forever for a lock of such a
     thread), and a process that multiprocessing allows to have children.
     """
     several = (os.cpu_count() or 1) > 1 and threading.active_count() == 1

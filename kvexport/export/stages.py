@@ -1,6 +1,6 @@
 """The stages of a build, which `kvexport.export.build` runs one after another.
 
-They trace the model while its weights are written, write the ONNX graphs, and describe the artifact. This module
+The stages trace the model while its weights are written, write the ONNX graphs, and describe the artifact. This module
 imports torch and transformers, which commands that only read an artifact do without.
 """
 
@@ -83,7 +83,7 @@ def vocabulary_of(shape: ModelShape) -> int:
 def choose_weights(
     shape: ModelShape, recipe: Recipe, progress: ShowProgress, vision: Vision | str, left_out: Sequence[str]
 ) -> list[Spec]:
-    """Return the specs of an artifact's weights (copied, cast or rounded), and show notes for the user."""
+    """Decide for each weight of an artifact whether it is copied, cast or rounded; show notes for the user."""
     chosen = weight_specs(shape.checkpoint, shape.model, recipe)
     specs, config = stored_specs(chosen, recipe), shape.model.config
     notes = length_notes(config, recipe.rotary_length)

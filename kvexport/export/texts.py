@@ -37,7 +37,6 @@ def copy_texts(checkpoint: Checkpoint, folder: Path) -> None:
 
 
 def _generation(checkpoint: Checkpoint) -> tuple[Path, dict[str, Any]]:
-    """Return the file that has a checkpoint's generation settings, and the settings."""
     if (checkpoint.path / GENERATION).is_file():
         return checkpoint.path / GENERATION, checkpoint.generation_config
     return checkpoint.path / "config.json", _in_config(checkpoint.config)

@@ -296,7 +296,6 @@ def _resize_of(images: Any) -> Any:
 
 
 def _image_settings(processor: Any) -> dict[str, Any]:
-    """Return the settings that a processor passes to its image processor in each call."""
     settings = {**(getattr(processor, "images_kwargs", None) or {}), "return_tensors": "np"}
     if hasattr(processor, "image_break_token"):
         settings["patch_size"] = processor.patch_size * processor.spatial_merge_size
@@ -304,7 +303,6 @@ def _image_settings(processor: Any) -> dict[str, Any]:
 
 
 def prepare(processor: Any, image: Any) -> Any:
-    """Return the arrays that a processor of transformers makes of a Pillow image."""
     return processor.image_processor(image, **_image_settings(processor))
 
 
@@ -325,7 +323,7 @@ def _runs(text: str, token: str) -> tuple[str | int, ...]:
 
 
 def _compare(processor: Any, spec: ImageSpec) -> int:
-    """Return the dimensions of the processor's array of tiles; raise _Refused if tiles or texts differ from ours."""
+    """Refuse tiles or texts of `spec` that differ from the processor's; return the dimensions of its tile array."""
     from PIL import Image
 
     random, dimensions = np.random.default_rng(0), 0
@@ -375,7 +373,7 @@ _WHOLE: Any = torch.ops.kvexport.whole_attention.default
 def _attend_in_windows(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Return the attention of patches to those of their window, [1, patches, heads, size]; without windows, to all.
+    """Let each patch attend to the patches of its window (without windows, to all); [1, patches, heads, size].
 
     Queries, keys and values are [1, heads, patches, size].
     """
@@ -417,7 +415,7 @@ class _PatchEncoder(nn.Module):
 
 
 class _LineEncoder(_PatchEncoder):
-    """The same for Pixtral's encoder and Mistral's projector, whose modules take no patches in groups."""
+    """Like `_PatchEncoder`, for Pixtral's encoder and Mistral's projector, whose modules take no groups of patches."""
 
     def forward(self, pixel_values: Tensor, *inputs: Tensor) -> Tensor:
         tower, projector = self.model.base_model.vision_tower, self.model.base_model.multi_modal_projector
@@ -435,7 +433,7 @@ class _LineEncoder(_PatchEncoder):
 
 
 def patches_as_products(encoder: nn.Module) -> None:
-    """Let an encoder of patches compute its convolutions, each of which covers its whole input, as products."""
+    """Let an encoder compute each convolution that covers its whole input, as of patches, by a matrix product."""
     for module in encoder.modules():
         if isinstance(module, nn.Conv2d | nn.Conv3d):
             module.forward = partial(_product, module)  # type: ignore[method-assign]
@@ -459,7 +457,7 @@ class _Encoder(nn.Module):
 
 
 def features_of(model: Any, pixel_values: Tensor, **sizes: Any) -> Tensor:
-    """Return the rows [n, hidden] that a model of transformers puts in the places of an image's tokens."""
+    """Return the vectors [n, hidden] that a model of transformers puts in the places of an image's tokens."""
     features = model.base_model.get_image_features(pixel_values.to(model.dtype), **sizes, return_dict=True)
     parts = (features.pooler_output, *(getattr(features, "deepstack_features", None) or ()))
     whole = [torch.cat(list(x)) if isinstance(x, Sequence) else x for x in parts]  # some have a tensor for each image
@@ -467,7 +465,7 @@ def features_of(model: Any, pixel_values: Tensor, **sizes: Any) -> Tensor:
 
 
 def _sample(spec: ImageSpec) -> tuple[dict[str, Tensor], list[dict[int, Any]]]:
-    """Return inputs of an image encoder that takes patches, and their dimensions that differ between images."""
+    """Return sample inputs for an image encoder that takes patches, and which input dimensions vary with the image."""
     side = spec.height * spec.group
     shape = [side * count * (spec.window or 1) for count in (3, 2)]
     given = encoder_inputs(np.zeros((1, 3, *shape), np.float32), spec)
@@ -478,7 +476,6 @@ def _sample(spec: ImageSpec) -> tuple[dict[str, Tensor], list[dict[int, Any]]]:
 
 
 def _trace(model: Any, mode: Any, spec: ImageSpec, *, five: bool) -> ir.Model:
-    """Return the image encoder's graph for one tile; its weights have no data."""
     # Without canvases an image is its first tile, to which the model appends the end of a line.
     none = mock.patch.multiple(model.config, image_grid_pinpoints=[[0, 0]]) if spec.cut == "anyres" else nullcontext()
     try:

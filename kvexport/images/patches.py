@@ -1,7 +1,7 @@
-"""The inputs of an image encoder that takes an image of any size as patches, and the rotary positions of its rows.
+"""The inputs of an image encoder that takes images of any size as patches, and the rotary positions of its outputs.
 
-Patches are ordered by groups, whose rows of patches follow each other. Each group gets one row of the encoder's output,
-whose rotary position has three axes (M-RoPE): of time, and of the group's row and column in the image.
+Patches are ordered by groups of neighbouring patches. The encoder returns one vector for each group. The rotary
+position of the vector has three axes (M-RoPE): time, and the group's row and column in the image.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvexport.images.tiles import ImageSpec
 
 
 def encoder_inputs(pixels: NDArray[np.float32], spec: ImageSpec) -> dict[str, NDArray[Any]]:
-    """Return the inputs of the graph vision.onnx for a tile, [1, 3, height, width]."""
+    """Return the inputs of the image encoder's ONNX graph, by name, for an image tile [1, 3, height, width]."""
     if spec.cut not in ("patches", "lines"):
         return {"pixel_values": pixels}
     height, width = (side // spec.height for side in pixels.shape[2:])
@@ -31,7 +31,7 @@ def encoder_inputs(pixels: NDArray[np.float32], spec: ImageSpec) -> dict[str, ND
 
 
 def _grouped(x: NDArray[Any], spec: ImageSpec) -> NDArray[Any]:
-    """Return what belongs to each patch, [n, height, width, a, b], in the order of patches: [patches, n, a, b]."""
+    """Reorder data of patches, [n, height, width, a, b] by image rows, by groups of patches: [patches, n, a, b]."""
     n, height, width, *sizes = x.shape
     blocks = x.reshape(n, height // spec.group, spec.group, width // spec.group, spec.group, *sizes)
     grouped: NDArray[Any] = blocks.transpose(1, 3, 2, 4, 0, 5, 6).reshape(height * width, n, *sizes)
@@ -39,7 +39,7 @@ def _grouped(x: NDArray[Any], spec: ImageSpec) -> NDArray[Any]:
 
 
 def _windows(height: int, width: int, spec: ImageSpec) -> dict[str, NDArray[Any]]:
-    """Return the order of groups by windows of the encoder's attention, and where the patches of each window begin."""
+    """Return the order of patch groups by attention windows of the encoder, and where each window's patches begin."""
     y, x = np.mgrid[:height, :width].reshape(2, -1) // spec.window
     number = y * -(-width // spec.window) + x
     ends = np.cumsum(np.bincount(number)) * spec.group**2
@@ -47,7 +47,7 @@ def _windows(height: int, width: int, spec: ImageSpec) -> dict[str, NDArray[Any]
 
 
 def _interpolation(places: NDArray[np.int64], sides: tuple[int, int], table: int) -> dict[str, NDArray[Any]]:
-    """Return the four entries of a square table of position embeddings that make each patch's, and their weights."""
+    """Return, for each patch, the four entries of a position embedding table to interpolate between, and weights."""
     indices: Any = np.zeros((len(places), 1), np.int64)
     weights: Any = np.ones((len(places), 1), np.float32)
     for place, side in zip(places.T, sides, strict=True):
@@ -61,10 +61,11 @@ def _interpolation(places: NDArray[np.int64], sides: tuple[int, int], table: int
 
 
 def row_offsets(pixels: NDArray[np.float32], spec: ImageSpec) -> NDArray[np.int64] | None:
-    """Return how far the rotary positions of an image's rows are from the rows' places among the tokens, [rows, 4].
+    """Return how far the rotary positions of an image's vectors are from their token positions, [vectors, 4].
 
-    The first three numbers are of the axes. The last is how much the image changes the distance of all later tokens: an
-    image takes as many rotary positions as its longer side has groups. None if images have no such positions.
+    The first three numbers are the offsets on the three axes. The last is the change of the offset of all later tokens,
+    because an image takes only as many rotary positions as its longer side has groups. The result is None if the
+    model's images have no such positions.
     """
     if spec.cut != "patches":
         return None

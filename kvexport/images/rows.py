@@ -68,7 +68,7 @@ class PromptImages:
 
 
 class RowCache:
-    """The vectors of the images that were encoded last, by digest: a client sends an image again in every turn."""
+    """A cache of image vectors by the image's hash, because a client sends an image again in every turn."""
 
     def __init__(self) -> None:
         self._rows: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
@@ -95,11 +95,11 @@ def encode_images(
     read: Sequence[str] = (),
     check: Callable[[int], None] | None = None,
 ) -> tuple[PromptImages, list[str]]:
-    """Return encoded images, and for each image the text with placeholder tokens that stands for it in a prompt.
+    """Encode images; also return, for each image, the text with the placeholder tokens that stand for the image.
 
     `encode` maps a tile's pixels [1, 3, height, width] to vectors [rows, hidden]; with None the result has no vectors.
-    The first images get none either, while their digests are those in `read`. `check` is called before an image is
-    encoded, with the number of vectors up to its end, and raises an error if they are too many.
+    Leading images whose digests are in `read` get no vectors either. `check` is called before each image is encoded,
+    with the number of vectors up to the image's end; it raises an error if there are too many.
     """
     rows, keys = [np.zeros((0, spec.hidden), np.float32)], [np.zeros(0, np.int64)]
     moved = [] if spec.cut != "patches" else [np.zeros((0, 4), np.int64)]
@@ -132,7 +132,7 @@ def encode_images(
 
 
 def _encoded(tiles: Rows, order: NDArray[np.int64], weights: Rows, encode: Callable[[Rows], Rows]) -> Rows:
-    """Return the vectors in the places of an image's tokens, by the result of `order_of`."""
+    """Encode the tiles of an image; return one vector for each of the image's tokens, as `order` and `weights` say."""
     rows = np.concatenate([encode(tile[None]) for tile in tiles])
     if order.shape[1] == 1:
         return rows[order[:, 0]]
@@ -143,7 +143,7 @@ def _encoded(tiles: Rows, order: NDArray[np.int64], weights: Rows, encode: Calla
 
 
 def with_images(prompt: str, texts: Sequence[str], spec: ImageSpec) -> str:
-    """Return a prompt with each image marker replaced by its image's text; without markers these texts come first."""
+    """Return a prompt in which each image marker became its image's text; without markers the texts come first."""
     parts = prompt.split(spec.marker)
     if len(parts) == 1:
         parts = [""] * len(texts) + parts
@@ -172,9 +172,10 @@ def places_of(ids: NDArray[np.int64], images: PromptImages | None, spec: ImageSp
 
 
 def chunk_end(places: NDArray[np.int64], images: PromptImages | None, start: int, chunk: int) -> int:
-    """Return where the chunk of a prompt ends that begins at token `start`: before an image that one call has to read.
+    """Return the end of the prompt chunk that begins at token `start`; a chunk may not end within certain images.
 
-    The result may be beyond the prompt's end. It is `start` if the image is longer than a chunk.
+    One call has to read the whole of an image whose tokens see each other. The result may be beyond the prompt's end;
+    it is `start` if such an image is longer than a chunk.
     """
     end = start + chunk
     if images is not None and images.bidirectional and end < len(places) and places[end]:
@@ -184,7 +185,7 @@ def chunk_end(places: NDArray[np.int64], images: PromptImages | None, start: int
 
 
 def chunk_borders(places: NDArray[np.int64], images: PromptImages | None, start: int, chunk: int) -> list[int]:
-    """Return the ends of all chunks but the last of a prompt, of which `start` tokens have been read."""
+    """Return the ends of all chunks but the last, for a prompt of which `start` tokens have been read."""
     borders = list[int]()
     while (end := chunk_end(places, images, start, chunk)) < len(places):
         if end == start:
@@ -199,7 +200,7 @@ def chunk_borders(places: NDArray[np.int64], images: PromptImages | None, start:
 def call_images(chunks: Sequence[tuple[NDArray[np.int64], PromptImages | None]]) -> CallImages | None:
     """Return the image vectors of a decoder call that reads a chunk of each prompt; None if no token is of an image.
 
-    A chunk is given as the numbers of its tokens' vectors (result of `places_of`) and the prompt's encoded images.
+    A chunk is given as the numbers of the image vectors of its tokens (`places_of`) and the prompt's encoded images.
     """
     if not any(images is not None and places.any() for places, images in chunks):
         return None

@@ -7,7 +7,7 @@ A checkpoint's image encoder takes tiles that are cut in one of six ways:
     rows     scale by the longer side to multiples of a tile, then the whole image as one more tile
     anyres   the whole image as one tile, then fit it on a black canvas of one of several sizes
     patches  scale to multiples of a group of patches: one tile of all patches (`kvexport/images/patches.py`)
-    lines    the same, of which only large images are scaled down; its text ends every row of groups
+    lines    like patches, but only large images are scaled; the image's text has a token at the end of every row
 
 A build compares these tiles with those of the checkpoint's own processor, and refuses a checkpoint if they differ.
 """
@@ -97,9 +97,10 @@ class ImageSpec:
 
 
 def tiles_of(image: Image, spec: ImageSpec) -> tuple[NDArray[np.float32], str]:
-    """Return the tiles of an RGB image, [tiles, 3, height, width], and the name of their grid in `spec.texts`.
+    """Cut an RGB image into tiles [tiles, 3, height, width]; also return the name of the grid of tiles.
 
-    Patches are one tile of the scaled image's size. The name of its grid is the number of rows that it gets.
+    `spec.texts` has the text of each grid. An image of patches is one tile of the scaled image's size, and the grid's
+    name is the number of vectors.
     """
     cuts = {"whole": _whole, "canvas": _canvas, "rows": _rows, "anyres": _anyres, "patches": _patches, "lines": _lines}
     tiles, grid = cuts[spec.cut](image, spec)
@@ -177,7 +178,7 @@ def _canvas(image: Image, spec: ImageSpec) -> tuple[list[NDArray[np.uint8]], str
 def _nearest_grid(image: Image, spec: ImageSpec) -> tuple[int, int]:
     """Return the columns and rows of the grid of tiles whose aspect ratio is nearest to the image's.
 
-    Of grids with equal ratios, the larger one is taken while its tiles have less than twice the image's pixels.
+    Of grids with equal ratios, the larger one is taken if its tiles have less than twice the image's pixels.
     """
     least, most = spec.tiles
     grids = sorted(
@@ -284,7 +285,7 @@ def _within_pixels(height: int, width: int, spec: ImageSpec) -> tuple[int, int]:
 
 
 def _canvas_size(image: Image, spec: ImageSpec) -> tuple[int, int]:
-    """Return the height and width of the canvas on which most pixels of an image remain, and least are left over."""
+    """Return the height and width of the canvas that keeps most pixels of an image, and is filled most among equals."""
 
     def remaining(size: tuple[int, int]) -> tuple[int, int]:
         scale = min(size[1] / image.width, size[0] / image.height)
@@ -295,9 +296,9 @@ def _canvas_size(image: Image, spec: ImageSpec) -> tuple[int, int]:
 
 
 def order_of(image: Image, spec: ImageSpec, tiles: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return which rows of an image's tiles stand in the places of its tokens, and their weights, both [n, k].
+    """Return, for each of an image's n tokens, which k vectors of the tiles it gets, and weights; both [n, k].
 
-    In the place of a token stands the weighted sum of k rows. The rows determine the weights.
+    A token's embedding is the weighted sum of the k vectors.
     """
     if spec.cut != "anyres":
         return np.arange(tiles * spec.rows)[:, None], np.ones((tiles * spec.rows, 1), np.float32)
@@ -322,7 +323,7 @@ def order_of(image: Image, spec: ImageSpec, tiles: int) -> tuple[NDArray[np.int6
 
 
 def _shrunk(rows: NDArray[np.int64], most: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the rows [y, x, k] of a picture's lines, and their weights, interpolated if they are far more than `most`.
+    """Return the vectors [y, x, k] of an image's grid, and weights; the grid is shrunk if it is far larger than `most`.
 
     The interpolation is bilinear, as PyTorch's is without aligned corners.
     """
@@ -336,7 +337,6 @@ def _shrunk(rows: NDArray[np.int64], most: int) -> tuple[NDArray[np.int64], NDAr
 
 
 def _neighbours(size: int, wanted: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-    """Return, for each of `wanted` points on a line of `size`, the two nearest ones and the share of the second."""
     at = np.maximum((np.arange(wanted) + 0.5) * size / wanted - 0.5, 0.0)
     first = at.astype(np.int64)
     return first, np.minimum(first + 1, size - 1), at - first

@@ -1,4 +1,4 @@
-"""Splitting of a generated chat answer into text, reasoning and tool calls, and the grammar that it follows."""
+"""The parts of a generated chat answer (text, reasoning, tool calls), and the grammar that an answer follows."""
 
 from __future__ import annotations
 
@@ -106,10 +106,10 @@ def plan_answer(
     parallel: bool = True,
     reasons: bool = True,
 ) -> AnswerPlan:
-    """Return the plan of a chat answer to the prompt `ids` [n]: the grammar that it follows, and how it is split.
+    """Return how to generate and split a chat answer to the prompt `ids` [n]: the grammar, and the parsers.
 
-    The answer may call `tools`: with `must` it has to, with `parallel` several times. `grammar` is that of an answer
-    without calls. With `reasons`, reasoning is split from the text.
+    The answer may call `tools`; with `must` it has to call one, and with `parallel` it may call several. `grammar`
+    holds for an answer without calls. With `reasons`, reasoning is split from the text.
     """
     calls = form_of(template) if tools else None
     if tokenizer is None:

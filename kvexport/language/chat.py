@@ -35,7 +35,7 @@ _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
 class Pin(str):
-    """The value "pin" of a message's field `cache`, with the place of the field in a client's request, for errors."""
+    """The value "pin" of a message's field `cache`, and where the field stands in a client's request, for errors."""
 
     where: str
 
@@ -111,7 +111,7 @@ class ChatTemplate:
         return texts[0]
 
     def _takes_parts(self, source: str) -> bool:
-        """Return whether a chat template, as that of a vision model, shows only contents that are lists of parts."""
+        """Return whether a chat template shows only contents that are lists of parts, as vision models' do."""
         known: dict[str, bool] = self.__dict__.setdefault("_parts", {})
         if source not in known:
             shown = []
@@ -180,7 +180,7 @@ def _is_whole(text: str, messages: list[dict[str, Any]]) -> bool:
 
 
 def images_of_messages(messages: Sequence[Message]) -> tuple[Sequence[Message], list[Any]]:
-    """Return chat messages with {"type": "image"} in place of every image, and the images in order."""
+    """Replace every image in chat messages by {"type": "image"}; return the messages, and the images in order."""
     images: list[Any] = []
     if not messages or isinstance(messages, str | Mapping):  # no list of messages: `render` refuses it
         return messages, images
@@ -226,9 +226,10 @@ def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return chat messages as chat templates read them.
+    """Return chat messages in the form that chat templates read.
 
-    They lack keys of value None and the field that pins them, and have reasoning under the keys that templates read.
+    Keys of value None and the field that pins a message are left out; reasoning stands under the keys that templates
+    read.
     """
     if isinstance(messages, str | Mapping) or not messages:
         raise UsageError(
@@ -334,7 +335,6 @@ def _is_iterable(value: Any) -> bool:
 
 
 def _as_python(value: Any) -> Any:
-    """Return the text that Jinja prints for a value, by `str`; an undefined value is None and prints nothing."""
     if value is None:
         return ""
     return str(value) if isinstance(value, bool | float | list | tuple | dict) else value

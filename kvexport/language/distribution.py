@@ -138,7 +138,7 @@ def scores_of(top: TopLogits, values: Floats, temperature: float) -> Scores | No
 
 
 def _rest(top: TopLogits, power: float) -> tuple[float, float]:
-    """Return bounds of the sum of x**power over all but the n largest logits, where x = exp(logit - largest logit).
+    """Return bounds of the sum of x**power over all logits but the n largest, where x = exp(logit - largest logit).
 
     The bounds follow from the sum of x over all tokens of the vocabulary, the number of tokens, and the smallest x
     among the n largest logits.
@@ -149,11 +149,11 @@ def _rest(top: TopLogits, power: float) -> tuple[float, float]:
     largest = max(float(x[-1]), 1e-300)
 
     def as_one(mass: float) -> float:
-        """Return the sum if all x are equal: by Jensen a lower bound for a power above 1, an upper one below."""
+        """Return the sum of x**power if all x are equal: a lower bound if power > 1, otherwise an upper one."""
         return float(others * (mass / others) ** power)
 
     def as_few(mass: float) -> float:
-        """Return the sum if as few x as possible are above 0, each of them `largest`."""
+        """Return the sum of x**power if as few x as possible are above 0, each of them equal to `largest`."""
         return float(mass * largest ** (power - 1))
 
     return (as_one(least), as_few(most)) if power >= 1 else (as_few(least), as_one(most))
@@ -164,8 +164,8 @@ def distribution_of_top(
 ) -> tuple[Ids, npt.NDArray[np.float64]] | None:
     """Return the tokens that could be sampled and their probabilities, from the largest logits of a row.
 
-    None if the largest logits do not suffice. They must suffice for the first of the filters top_k, top_p and min_p
-    that is set. The later filters only get the tokens that the first filter kept.
+    The result is None if the largest logits do not determine it. They must suffice for the first of the filters top_k,
+    top_p and min_p that is set. The later filters only get the tokens that the first filter kept.
     """
     top_p, min_p = settings.top_p, settings.min_p
     if 0 < settings.top_k < vocabulary:
@@ -194,10 +194,10 @@ def _top_ids(scores: Floats, k: int) -> Ids:
 
 
 def _top_p_indices(values: Floats, top_p: float) -> Ids:
-    """Return the indices, ascending, of the finite scores `values` [n] that nucleus sampling (top_p) keeps.
+    """Return the ascending indices of the finite scores `values` [n] that nucleus sampling (top_p) keeps.
 
-    Values are dropped while their cumulative probability, from the smallest value on, is within 1 - top_p. Among equal
-    values the higher indices are kept; in transformers their order depends on torch.sort, which is not stable.
+    Starting from the smallest, values are dropped while their total probability is within 1 - top_p. Among equal values
+    the higher indices are kept; in transformers the order depends on torch.sort, which is not stable.
     """
     probabilities, bound = _softmax(values), np.float32(1.0 - top_p)
     stays = np.zeros(values.size, dtype=bool)

@@ -77,7 +77,7 @@ def structured_form(fields: Mapping[str, Any] | None, where: str = "structured_o
 
 
 def older_form(fields: Mapping[str, Any]) -> Grammar | None:
-    """Return the grammar that the fields of `OLDER_FORMS` set; None for free text."""
+    """Return the grammar that one of vLLM's older request fields (`OLDER_FORMS`) sets; None for free text."""
     named = {name: fields[name] for name in OLDER_FORMS if fields.get(name) is not None}
     if len(named) > 1:
         raise UsageError(f"{' and '.join(named)} at once", "give one of them")
@@ -85,7 +85,7 @@ def older_form(fields: Mapping[str, Any]) -> Grammar | None:
 
 
 def _grammar(text: str) -> Grammar:
-    """Return a grammar in Lark's syntax, or in llama.cpp's (GBNF), which has ::= in its rules."""
+    """Return a grammar object for a text in Lark's syntax, or in llama.cpp's (GBNF, recognized by ::= in rules)."""
     return gbnf(text) if "::=" in text else Grammar("lark", text)
 
 
@@ -93,5 +93,4 @@ _SPECIAL = str.maketrans({character: f"\\{character}" for character in r"\.+*?()
 
 
 def _quoted(text: str) -> str:
-    """Return a regular expression, in Rust's syntax, that matches exactly this text."""
     return text.translate(_SPECIAL)

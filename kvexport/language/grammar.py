@@ -195,7 +195,7 @@ class Grammars:
         self._compiled: OrderedDict[Grammar, llguidance.LLMatcher] = OrderedDict()
 
     def start(self, grammar: Grammar, eos_token_ids: Sequence[int]) -> Constraint:
-        """Return the grammar's state for a new sequence, which any of the eos tokens may end."""
+        """Return the state of a compiled grammar at the start of a sequence, which any of the eos tokens may end."""
         with self._lock:
             matcher = self._compiled.get(grammar)
         if matcher is None:

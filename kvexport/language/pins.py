@@ -30,12 +30,11 @@ def render_pinned(
 ) -> tuple[str, list[Span]]:
     """Return a conversation as text, and the spans (first character, end) of the text that are pinned.
 
-    If one of the first system messages is pinned, the span reaches from the beginning of the text to the text of the
-    first other message. So it includes tools, if the template puts them there. A pinned system message that is shown
-    behind this place has a span of its own. With `system` all first system messages are pinned, whatever the messages
-    say.
+    If a leading system message is pinned, the span reaches from the beginning of the text to the first other message,
+    and so includes tools that the template puts there. A pinned system message that the template shows later has a span
+    of its own. With `system` all leading system messages are pinned.
 
-    `image` is the marker of images in the text, if there are images. Spans end before the first of them.
+    `image` is the marker of images in the text, if there are images. Spans end before the first image.
     """
     text = template.render(messages, tools, **variables)
     first = next((i for i, message in enumerate(messages) if message["role"] not in _SYSTEM), len(messages))
@@ -74,7 +73,7 @@ def render_pinned(
 
 
 def refuse_beside_images(messages: Sequence[Message]) -> None:
-    """Refuse a conversation with images and a marked message: its marks are found in a text that lacks the images."""
+    """Refuse a conversation with images and a pinned message, because pinned text is found in a text without images."""
     if images_of_messages(messages)[1]:
         for i, message in enumerate(messages):
             if isinstance(message, Mapping) and message.get(PIN_FIELD) is not None:
@@ -91,7 +90,7 @@ def place_of(messages: Sequence[Message], i: int) -> str:
 
 
 def _marked(content: Any, before: str, after: str) -> Any:
-    """Return a message's content with marks around its text; None if it has no text.
+    """Return a message's content with the marks `before` and `after` around its text; None if it has no text.
 
     White space around the text stays outside of the marks, because many templates remove it.
     """

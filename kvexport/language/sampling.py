@@ -90,7 +90,7 @@ class Sampler:
         return self._remember(token)
 
     def next_of(self, top: TopLogits) -> int | None:
-        """Sample the next token from the n largest logits alone; None if the other logits could change the result."""
+        """Sample the next token from the n largest logits alone; None if other logits could change the result."""
         if self._processors:
             return None
         if top.ids.size == self.vocab_size:
@@ -124,7 +124,7 @@ class Sampler:
 
     @property
     def takes_largest(self) -> bool:
-        """Whether the next token is that of the largest logit, so that sampling needs no other logit."""
+        """Whether the next token certainly has the largest logit, so that sampling needs no other logit."""
         changes = (self._random, self._bias, self._is_seen, self._counts, self._constraint, self.settings.logprobs)
         return all(change is None for change in changes) and not self._processors and not self._suppresses()
 
@@ -171,7 +171,6 @@ class Sampler:
         return distribution_of(scores, self.settings, len(self.generated))
 
     def _scores(self, logits: npt.ArrayLike) -> Floats:
-        """Return a row of logits after all changes (bias, penalties, grammar), checked for NaN and +inf."""
         scores = np.asarray(logits, dtype=np.float32)
         if scores.shape != (self.vocab_size,):
             raise UsageError(
@@ -184,7 +183,7 @@ class Sampler:
     def _changed(self, logits: Floats, ids: npt.NDArray[np.integer[Any]] | None) -> Floats:
         """Return the logits of the tokens `ids` (None: all tokens) after bias, penalties, eos suppression and grammar.
 
-        The caller's own array is returned if none of them applies.
+        If nothing applies, the caller's own array is returned.
         """
         suppresses = self._suppresses()
         changes = (self._bias, self._is_seen, self._counts, self._constraint, self._processors or None)

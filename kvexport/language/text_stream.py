@@ -203,7 +203,7 @@ def overlap(text: str, stop: str) -> int:
 
 
 def _decode_utf8(data: bytes) -> tuple[str, bytes]:
-    """Return the characters of `data`, U+FFFD for a byte of none, and the bytes of an incomplete one at the end."""
+    """Decode UTF-8 bytes; return the text (U+FFFD for invalid bytes), and the bytes of an incomplete last character."""
     text = ""
     while data:
         try:

@@ -60,7 +60,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens of the tokenizer, added ones included. Rows of logits may be longer (padding)."""
+        """The number of tokens, including added tokens. A row of logits may be longer, because of padding."""
         return self._inner.get_vocab_size(with_added_tokens=True)
 
     @property
@@ -91,11 +91,11 @@ class Tokenizer:
         return [content.get(i, b"") for i in range(self.vocab_size)]
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token by its name in the vocabulary ("<|im_end|>"); None if there is none."""
+        """Return the id of the token with a given name in the vocabulary ("<|im_end|>"); None if there is none."""
         return self._inner.token_to_id(token)
 
     def special(self, markers: Iterable[str]) -> tuple[int, ...]:
-        """Return the ids of the markers that are special tokens, which decoding hides unless told to show them."""
+        """Return the ids of those markers that are special tokens, which decoding hides unless told to show them."""
         ids = (self.token_id(marker) for marker in dict.fromkeys(markers))
         return tuple(token for token in ids if token is not None and token in self._special_ids)
 
@@ -115,7 +115,7 @@ class Tokenizer:
             raise _library_error("encode this text", error) from None
 
     def ranges(self, text: str, ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return the ranges (first, end) of a text's tokens `ids` that have a character of the spans (first, end)."""
+        """Return the ranges (first, end) of `ids` whose tokens share a character with the text's spans (first, end)."""
         encoding = self._inner.encode_batch([text], add_special_tokens=False)[0]
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         if len(offsets) != len(ids) or encoding.ids != list(ids):
@@ -128,7 +128,7 @@ class Tokenizer:
         return ranges
 
     def encode_within(self, text: str) -> list[int]:
-        """Return the token ids of a text that continues another text, without a space before it or special tokens."""
+        """Return the token ids of a text that continues another text: no special tokens, no space in front."""
         return self._within.encode(text, add_special_tokens=False)
 
     @property
@@ -149,9 +149,9 @@ class Tokenizer:
         return max(map(len, self._inner.get_vocab(with_added_tokens=True)), default=1) or 1
 
     def least_tokens(self, text: str) -> int:
-        """Return a lower bound of a text's number of tokens: its characters divided by those of the longest token.
+        """Return a lower bound of a text's number of tokens: its characters divided by the longest token's.
 
-        A tokenizer that drops characters, for example spaces in a row, can give fewer tokens.
+        The bound fails for a tokenizer that drops characters, for example repeated spaces.
         """
         return -(-len(text) // self._longest_token)
 
@@ -217,7 +217,7 @@ def _unmap(name: str) -> bytes:
 
 
 def _visible_bytes() -> dict[str, int]:
-    """Return GPT-2's alphabet: visible Latin-1 characters are their own bytes, others begin at U+0100."""
+    """Return GPT-2's byte alphabet: visible Latin-1 characters stand for themselves, other bytes for U+0100 and up."""
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [value for value in range(256) if value not in visible]
     return {chr(v): v for v in visible} | {chr(256 + i): v for i, v in enumerate(others)}

@@ -71,7 +71,7 @@ class CallReader:
         return pieces
 
     def _unread(self, skipped: str) -> str:
-        """Return text kept back before a call that did not begin, without marks between calls after another."""
+        """Return text that was kept back for a tool call that did not come, without the marks that separate calls."""
         return skipped.lstrip(_BETWEEN) if self._after_call and not self._raw else self._raw + skipped
 
     def _show(self, pieces: list[Piece], text: str) -> None:
@@ -166,7 +166,7 @@ class CallParser:
         return text
 
     def feed(self, text: str) -> int:
-        """Parse text of a tool call, and return how many characters were read: all, unless the call ends earlier."""
+        """Parse text of a tool call; return how many characters were read, which is less than all if the call ends."""
         for i, character in enumerate(text):
             if self._string is not None:
                 self._read_string(character)

@@ -68,7 +68,7 @@ class CallForm:
         )
 
     def shown_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Return the ids of the markers of tool calls that are special tokens, so that the answer's text shows them."""
+        """Return the ids of those tool-call markers that are special tokens, so that the answer's text shows them."""
         written = [self.begin, self.before, self.after, self.end, self.parameter, *self.openings, *self.closings]
         return tokenizer.special([*self.openings, *(x for text in written for x in _MARKER.findall(text))])
 
@@ -202,7 +202,6 @@ def choose(tools: Sequence[Tool], choice: Any) -> tuple[list[Tool], bool]:
 
 
 def _chosen(choice: Any) -> str | None:
-    """Return the tool's name in a `tool_choice`; the chat completions API nests the name in an object `function`."""
     function = choice.get("function", choice) if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None
@@ -211,8 +210,8 @@ def _chosen(choice: Any) -> str | None:
 def calls_grammar(form: CallForm, tools: Sequence[Tool], tokenizer: Tokenizer, *, parallel: bool = True) -> Grammar:
     """Return the grammar of an answer that consists of tool calls, as the model's chat template writes them.
 
-    Keywords of a tool's JSON schema that are not supported are ignored, unless the tool is strict. If arguments stand
-    in tags, the grammar keeps texts only to `enum` and `maxLength`, and forbids "</" in them.
+    Keywords of a tool's JSON schema that are not supported are ignored, unless the tool is strict. If the model writes
+    arguments in tags, the grammar restricts their texts only by `enum` and `maxLength`, and forbids "</" in them.
     """
 
     def written(text: str) -> str:

@@ -48,21 +48,21 @@ class AttentionMatching(Fitting):
 
     @property
     def recent_receives(self) -> bool:
-        """Whether evicted slots may merge into recent slots: true if `ballot` chooses the evicted slots."""
+        """Whether evicted slots may merge into recent slots: true with ``after: ballot``, the only case with merges."""
         return self.after == "ballot"
 
     @property
     def vote_exponent(self) -> float:
-        """The factor alpha of the bias ``alpha * ln(votes)``: 1."""
+        """The factor alpha is 1: the attention logit of a slot that stands for n tokens gets the bias ln(n)."""
         return 1.0
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """With ``after: ballot`` those of `ballot`; with ``after: drop`` the stored queries rank slots themselves."""
+        """A slot's attention statistics: those of `ballot` with ``after: ballot``, otherwise none."""
         return Ballot().own_statistics if self.after == "ballot" else (Statistic(),)
 
     def policy(self) -> MergePolicy:
-        """Return the eviction that `after` names, followed by a fit of votes and values."""
+        """Return the rule of this method: the eviction that `after` names, then a fit of the kept votes and values."""
         fit = replace(self.fit("votes_and_values"), vote_steps=self.steps, bias_max=self.bias_max)
         merge = Ballot().policy() if self.after == "ballot" else MergePolicy(select="attended", fit=fit)
         return self.selected(replace(merge, fit=fit))

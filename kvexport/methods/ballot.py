@@ -54,21 +54,21 @@ class Ballot(Merging):
 
     @property
     def recent_receives(self) -> bool:
-        """Whether evicted slots may merge into slots of the recent window: true."""
+        """Whether evicted slots may merge into slots of the recent window, which are never evicted: true."""
         return True
 
     @property
     def vote_exponent(self) -> float:
-        """The factor alpha of the bias ``alpha * ln(votes)``: 1."""
+        """The factor alpha is 1: the attention logit of a slot that stands for n tokens gets the bias ln(n)."""
         return 1.0
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """A sum of probabilities, which ranks slots, and an average of exp(logit), which weights merges."""
+        """A slot's statistics: the sum of its attention probabilities, and an average of exp(logit) as merge weight."""
         return (Statistic("probability"), Statistic("log_ema", self.decay))
 
     def policy(self) -> MergePolicy:
-        """Return the rule that evicts by merge error or by attention, and merges into the nearest key."""
+        """Return this method's rule: evict by merge error or by attention, and merge into the slot of nearest key."""
         return self.selected(
             MergePolicy(
                 select="mean",

@@ -45,7 +45,7 @@ class Method(BaseModel):
 
     @property
     def vote_exponent(self) -> float:
-        """The factor alpha of the bias ``alpha * ln(votes)`` that attention adds to a slot's logit; 0 by default."""
+        """The factor alpha, default 0: the logit of a slot that stands for n tokens gets the bias ``alpha ln(n)``."""
         return 0.0
 
     @property
@@ -55,7 +55,7 @@ class Method(BaseModel):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """The K statistics that attention updates for a slot: the first ranks slots, the last weights merges."""
+        """The K attention statistics of each slot: the first ranks slots for eviction, the last weights merges."""
         return (Statistic(),)
 
     @property
@@ -64,8 +64,8 @@ class Method(BaseModel):
 
         A tensor has a dimension S, with a row for each slot of all KV heads, or begins with the dimensions B (batch)
         and H (KV heads). The method's code gets the tensors of KV heads with equal capacity as [B, H, C, ...], where C
-        counts slots. Native kernels support only the ring buffer of recent queries. A method with any other extra state
-        runs as ONNX functions.
+        counts slots. Native kernels support only the ring buffer of recent queries. A method with other additional
+        tensors runs as ONNX functions.
         """
         return ()
 
@@ -78,8 +78,8 @@ class Method(BaseModel):
     def merges_values_as_keys(self) -> bool:
         """Whether merged keys and values are means with the same weights, and nothing else changes them.
 
-        In latent attention a value is a part of its key. Such a merge keeps it that part, so that only keys are stored.
-        By default the merge policy decides; without one the result is False.
+        In latent attention a value is a part of its key. After such a merge the value is still that part of the key, so
+        that the cache stores only keys. By default the merge policy decides; a method without a policy returns False.
         """
         policy = self.policy()
         if policy is None or policy.fit is not None:
@@ -89,16 +89,17 @@ class Method(BaseModel):
     def update(self, extra: tuple[Tensor, ...], new: NewTokens) -> tuple[Tensor, ...]:
         """Return the tensors of `extra_state` after one call of VoteAttention; by default unchanged.
 
-        Rows of slots that this call appended are zero in `extra`. A sequence without real tokens keeps its tensors.
+        In `extra`, the rows of the slots that the call appended are zero. Tensors of a sequence that got only padding
+        must stay unchanged.
         """
         return extra
 
     def policy(self) -> MergePolicy | None:
-        """Return the rule as data for kernels and PyTorch; None if `keep_score` or `merge` is overridden."""
+        """Return the eviction and merge rule as data; None if `keep_score` or `merge` is overridden instead."""
         return None
 
     def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
-        """Return the keep score [B, H, C] float32: slots of lowest score are evicted first, ties by lowest position.
+        """Return a keep score for each slot, [B, H, C] float32: the lowest are evicted first, ties by lowest position.
 
         Args:
             slots: The layer's cache.
@@ -114,10 +115,10 @@ class Method(BaseModel):
         return keep_score(policy, slots, unprotected, count)
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
-        """Return a layer's KV cache after evicted slots have merged into kept ones, by default as the policy says.
+        """Return a layer's KV cache after evicted slots have merged into kept slots, by default as `policy` says.
 
-        The result has the evicted slots, too; the caller removes them, whatever they contain. A method without a policy
-        drops evicted slots.
+        The result still contains the evicted slots, which the caller removes. A method without a policy drops evicted
+        slots.
         """
         from kvexport.methods.primitives.merge import merge
 

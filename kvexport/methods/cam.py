@@ -32,11 +32,11 @@ class CaM(Merging):
 
     @property
     def recent_receives(self) -> bool:
-        """Whether slots of the recent window receive shares of evicted values: true."""
+        """Whether slots of the recent window, which are never evicted, get parts of evicted values: true."""
         return True
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
-        """Return the slots with a share of each evicted value added to the next receivers, summed in float32."""
+        """Return the slots after a part of each evicted value was added to the next kept slots, summed in float32."""
         import torch
 
         mass = slots.score[:, :, -1]

@@ -28,11 +28,11 @@ class D2O(Merging):
 
     @property
     def merges_values_as_keys(self) -> bool:
-        """Whether a merge treats values as keys: true, both are means with the same weights."""
+        """Whether a merge makes keys and values means with the same weights: true."""
         return True
 
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
-        """Return means with the weight ``e`` for the kept slot, ``e^u`` for an evicted one at the cosine u."""
+        """Return the slots after the merge: means that weight a kept slot with e and an evicted one with ``e^u``."""
         import torch
 
         targets, cosine = nearest(slots, evicted, "cosine")

@@ -34,7 +34,7 @@ class Fitting(Merging):
 
     @property
     def extra_state(self) -> tuple[StateTensor, ...]:
-        """The ring buffer of recent queries, to which kept slots are fitted; zeros are an empty buffer."""
+        """The ring buffer of recent queries, to which values of kept slots are fitted; all zeros is an empty buffer."""
         rows = ("B", "H", self.queries)
         return (
             StateTensor("query", (*rows, "D"), "float32", "the latest queries, oldest first, times the logits' scale"),
@@ -49,7 +49,7 @@ class Fitting(Merging):
         return self.queries
 
     def update(self, extra: tuple[Tensor, ...], new: NewTokens) -> tuple[Tensor, ...]:
-        """Return the ring buffer with the call's queries appended, in the order of tokens, then of query heads."""
+        """Return the ring buffer of recent queries with the call's queries appended: by token, then by query head."""
         import torch
 
         ring, seen = extra
@@ -66,5 +66,5 @@ class Fitting(Merging):
         return gather_rows(query, index), gather_rows(seen, index)
 
     def fit(self, fitted: Literal["values", "votes_and_values"]) -> Fit:
-        """Return the settings of the fit of `fitted` to the stored queries."""
+        """Return the settings of the fit, which changes values (or votes and values) to suit recent queries."""
         return Fit(fitted, self.ridge, self.change_max, self.vote_exponent)

@@ -20,5 +20,5 @@ class Full(Method):
     compresses: ClassVar[bool] = False
 
     def policy(self) -> MergePolicy:
-        """Return the default policy, which is never applied: nothing is evicted."""
+        """Return a default policy, which is never applied, because this method evicts nothing."""
         return MergePolicy()

@@ -30,9 +30,9 @@ class GRKV(Fitting):
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """The statistics of `snapkv`."""
+        """The attention statistics of each slot with the setting ``selector: own``: those of the method `snapkv`."""
         return SnapKV().statistics
 
     def policy(self) -> MergePolicy:
-        """Return the eviction of snapkv or of another selector, followed by a fit of the kept values."""
+        """Return this method's rule: evict like snapkv or another selector, then fit the values of the kept slots."""
         return self.selected(replace(SnapKV().policy(), fit=self.fit("values")))

@@ -18,9 +18,9 @@ class H2O(Method):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """The sum of attention probabilities without decay, averaged over the query heads of a group."""
+        """The one statistic of a slot: the sum of its attention probabilities, averaged over query heads."""
         return (Statistic("probability"),)
 
     def policy(self) -> MergePolicy:
-        """Return the rule that drops the slot of the lowest sum first."""
+        """Return the rule that first drops the slot with the smallest sum of attention probabilities."""
         return MergePolicy(select="score")

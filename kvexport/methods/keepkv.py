@@ -50,16 +50,16 @@ class KeepKV(Merging):
 
     @property
     def vote_exponent(self) -> float:
-        """The factor alpha of the bias ``alpha * ln(votes)``: 1, so p votes attract attention like p equal keys."""
+        """The factor alpha is 1: a slot with votes p (it stands for p tokens) attracts attention like p equal keys."""
         return 1.0
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """The logarithm of the moving average of exp(raw logit)."""
+        """The one statistic of a slot: the logarithm of the moving average of exp(logit), without the bias by votes."""
         return (Statistic("log_ema", self.decay, self.window, self.recency_weight),)
 
     def policy(self) -> MergePolicy:
-        """Return the rule that ranks slots by their average, and merges into a key above the threshold."""
+        """Return this method's rule: which slots are evicted, and that they merge into the slot of most similar key."""
         return self.selected(
             MergePolicy(
                 select="average",

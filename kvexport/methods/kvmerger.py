@@ -51,7 +51,7 @@ class KVMerger(Merging):
         return self.value_scale == "mean"
 
     def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
-        """Return the keep score: lowest for the slots of runs other than pivots, then the importance of all others."""
+        """Return the keep score: lowest for slots that merge into a pivot, and higher for more attended slots."""
         import torch
 
         importance = self.importance(slots, unprotected)
@@ -88,7 +88,7 @@ class KVMerger(Merging):
         return sets.write(slots, key, value, votes, sets.scores(slots, self.statistics))
 
     def _pivots(self, slots: Slots, unprotected: Tensor, importance: Tensor, count: int) -> Tensor:
-        """Return the pivot of each slot's run of similar tokens, the run's most attended slot; [B, H, C] int64.
+        """Return the index of the pivot (most attended slot) of each slot's run of similar tokens; [B, H, C] int64.
 
         For a slot that is in no run, the result is the slot itself.
         """

@@ -31,5 +31,5 @@ class KVSlimmer(NeighbourPairs):
     tau: float = Field(1e-3, ge=0.0, lt=1.0)
 
     def policy(self) -> MergePolicy:
-        """Return the rule of pairs, with keys weighted by terms of the Hessian."""
+        """Return the rule that merges pairs of neighbouring slots, with keys weighted by terms of the Hessian."""
         return replace(super().policy(), weigh="hessian", tau=self.tau)

@@ -34,31 +34,31 @@ class Merging(Method):
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """The slot statistics with the selector ``own``; the last weights merges."""
+        """The attention statistics of a slot with ``selector: own``; the last of them weights merges."""
         return (Statistic("probability"),)
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """The statistics of the selector, which rank slots, and the method's last, which weights merges."""
+        """The attention statistics of a slot: the selector's rank slots, this method's last one weights merges."""
         if self.selector == "own":
             return self.own_statistics
         return (*SELECTORS[self.selector]().statistics, self.own_statistics[-1])
 
     def selected(self, policy: MergePolicy) -> MergePolicy:
-        """Return a policy of the selector ``own`` with the ranking of the setting `selector` in place of its own."""
+        """Return a policy in which the method that the setting `selector` names ranks slots for eviction."""
         if self.selector == "own":
             return policy
         selector = SELECTORS[self.selector]().policy()
         return replace(policy, select=selector.select, pooled=selector.pooled, mean_adds=False)
 
     def importance(self, slots: Slots, unprotected: Tensor) -> Tensor:
-        """Return the importance [B, H, C] float32 that ranks slots if there is no merge policy."""
+        """Return each slot's importance, [B, H, C] float32, by which methods without a policy evict slots."""
         from kvexport.methods.primitives.select import importance
 
         return importance(self.selected(MergePolicy(select="score")), slots, unprotected)
 
     def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
-        """Return the keep score of the merge policy, or the importance of a method without one."""
+        """Return the keep score of each slot, by the merge policy, or the slot's importance if there is no policy."""
         return (
             self.importance(slots, unprotected)
             if self.policy() is None

@@ -25,7 +25,7 @@ class NeighbourPairs(Merging):
 
     @property
     def vote_exponent(self) -> float:
-        """The factor alpha of the bias ``alpha * ln(votes)``: 1.
+        """The factor alpha is 1: a slot with votes n (it stands for n tokens) gets the bias ln(n) on its logit.
 
         The papers store the sum of the merged values and attend with ``sum e^l v / sum n e^l`` for a slot's logit l and
         its number n of tokens. A softmax over mean values, with ln n added to the logits, has the same output.
@@ -33,5 +33,5 @@ class NeighbourPairs(Merging):
         return 1.0
 
     def policy(self) -> MergePolicy:
-        """Return the rule that ranks pairs by importance, and weights their keys by the last statistic."""
+        """Return the rule: merge the pairs with the least attention, and weight both keys by the last statistic."""
         return self.selected(MergePolicy(select="score", merge="pair", share_pairs=self.share_pairs))

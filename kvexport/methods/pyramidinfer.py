@@ -29,9 +29,9 @@ class PyramidInfer(Method):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """The sum of probabilities, in which newer queries weigh more, averaged over a group's query heads."""
+        """The one statistic of a slot: a sum of attention probabilities in which newer queries weigh more."""
         return (Statistic("probability", 1.0, self.window, self.recency_weight),)
 
     def policy(self) -> MergePolicy:
-        """Return the rule that drops the slot of the lowest sum first."""
+        """Return the rule that first drops the slot with the smallest weighted sum of attention probabilities."""
         return MergePolicy(select="score")

@@ -10,7 +10,7 @@ from kvexport.methods.snapkv import SnapKV
 class PyramidKV(SnapKV):
     """SnapKV's eviction rule with layer budgets that fall linearly from the first layer to the last.
 
-    A recipe's setting `cache.allocation` replaces this rule for the budgets.
+    The setting `cache.allocation` of a recipe replaces the linear rule of layer budgets.
     """
 
     name: ClassVar[str] = "pyramidkv"

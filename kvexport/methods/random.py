@@ -1,4 +1,4 @@
-"""Random eviction of cache slots: the lower bound for comparisons of selectors."""
+"""Random eviction of cache slots, the baseline that every other choice of slots must beat."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Random(Method):
 
     @property
     def merges_values_as_keys(self) -> bool:
-        """Whether a merge treats values as keys: true, because slots are dropped and none changes."""
+        """Whether a merge leaves keys and values means with equal weights: true, because nothing merges."""
         return True
 
     def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
-        """Return the upper 24 bits of a hash of each position: three rounds of ``x m + seed`` and a swap of halves."""
+        """Return pseudo-random keep scores: 24 bits of a hash of each slot's position and the seed."""
         import torch
 
         x = slots.position.to(torch.int64)

@@ -117,12 +117,12 @@ class NewTokens:
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Return the rows of x [B, H, C] or [B, H, C, D] at `index` [B, H, N]; ONNX copies whole rows for this form."""
+    """Return the rows of x [B, H, C] or [B, H, C, D] at `index` [B, H, N]; ONNX runs this as copies of rows."""
     return x.gather(2, index if x.dim() == 3 else index[..., None].expand(*index.shape, x.shape[3]))
 
 
 def gather_slots(slots: Slots, index: Tensor, extra_axes: tuple[int | None, ...] = ()) -> Slots:
-    """Return the slots at `index` [B, H, N]; `extra_axes` has the dimension of slots of each extra tensor, or None."""
+    """Return the slots at `index` [B, H, N]. `extra_axes`: the dimension of slots in each extra tensor, or None."""
     return replace(
         slots,
         key=gather_rows(slots.key, index),
@@ -160,8 +160,8 @@ def ranks(x: Tensor) -> Tensor:
 def corrected_log_ema(slots: Slots, k: int, decay: float) -> Tensor:
     """Return ln(S / (1 - a^n)), the bias-corrected moving average S of statistic k with the decay a; [B, H, C].
 
-    n is the number of queries since the slot's token. Queries outside the statistic's window count, because those
-    inside stand for the whole call.
+    n is the number of queries since the slot's token. It includes queries outside the statistic's window, because the
+    queries inside stand for the whole call.
     """
     import torch
 

@@ -39,9 +39,9 @@ class SnapKV(Method):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """The sum of probabilities over the last queries of a call, averaged over the query heads of a group."""
+        """The one statistic of a slot: the sum of the attention probabilities that a call's last queries give it."""
         return (Statistic("probability", 1.0, self.window),)
 
     def policy(self) -> MergePolicy:
-        """Return the rule that drops the slots of lowest attention, summed over neighbours that may be evicted."""
+        """Return the rule that drops the slots of lowest attention, each summed over its neighbouring positions."""
         return MergePolicy(select="pooled", pooled=self.pool)

@@ -16,5 +16,5 @@ class Streaming(Method):
     source: ClassVar[str] = "arXiv 2309.17453"
 
     def policy(self) -> MergePolicy:
-        """Return the rule that drops the slot of the lowest position first."""
+        """Return the rule that first drops the slot of the oldest token."""
         return MergePolicy(select="position")

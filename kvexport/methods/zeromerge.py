@@ -34,16 +34,16 @@ class ZeroMerge(Merging):
 
     @property
     def vote_exponent(self) -> float:
-        """The factor alpha of the bias ``alpha * ln(votes)``."""
+        """The factor alpha of ``alpha * ln(votes)``, the bias on the attention logit of a slot for `votes` tokens."""
         return self.alpha
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """The decayed sum of the attention probabilities that a slot receives, with the bias by votes."""
+        """The one statistic of a slot: the sum of its attention probabilities, which decays with each query."""
         return (Statistic("probability", self.decay),)
 
     def policy(self) -> MergePolicy:
-        """Return the rule that merges the lowest sum, unmerged slots first, into the residual slot nearest by dot."""
+        """Return this method's rule: slots with the smallest sum of attention merge into the nearest residual slot."""
         return self.selected(
             MergePolicy(select="score", merged_last=True, merge="running_mean", measure="dot", residual=self.residual)
         )

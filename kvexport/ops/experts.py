@@ -64,26 +64,26 @@ class ExpertsForm:
 
     @property
     def inputs(self) -> list[str]:
-        """The names of the inputs of an Experts node, in their order."""
+        """The names of the inputs of an Experts node, in the node's order."""
         names = ["input", "indices", "weights"]
         for weight in WEIGHTS:
             names += [*self.weight_inputs(weight), *[f"{weight}_bias"] * self.bias]
         return names
 
     def weight_inputs(self, weight: str) -> list[str]:
-        """Return the names of the inputs of the weight ``first`` or ``down``: itself, its scales and other parts."""
+        """Return the node's inputs for the weight ``first`` or ``down``: the weight, its scales and other parts."""
         kind = self.packed[WEIGHTS.index(weight)] if self.packed else 0
         return [weight, *(f"{weight}_{suffix}" for suffix in parts_after(kind))]
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The attributes of an Experts node by their names."""
+        """The attributes of an Experts node, by name."""
         values = {name: value for name, value in vars(self).items() if self.packed or name not in PACKED_ATTRIBUTES}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @property
     def overload(self) -> str:
-        """The overload name of the ONNX function that computes an Experts node with these attributes."""
+        """The overload name of the node's ONNX function: it tells functions for different attributes apart."""
         numbers = {"slope": (self.slope, 1.0), "limit": (self.limit, 0.0), "offset": (self.up_offset, 0.0)}
         named = [f"{name}{value:.6g}" for name, (value, default) in numbers.items() if value != default]
         for name in PACKED_ATTRIBUTES if self.packed else ():
@@ -93,7 +93,7 @@ class ExpertsForm:
         return "_".join([self.activation, *["gate"] * self.gate, *["bias"] * self.bias, *named])
 
     def inner(self, first: Tensor) -> Tensor:
-        """Return the activation [..., inner] of the first product [..., inner] or, with a gate, [..., 2 inner]."""
+        """Return the activation of the first product: [..., n] from [..., n], or from [..., 2n] (gate and up rows)."""
         if not self.gate:
             return self._activated(first)
         gate, up = first.chunk(2, -1)
@@ -151,11 +151,12 @@ def experts(
 
 
 def experts_function(form: ExpertsForm, multiply: Multiply | None = None) -> onnx.FunctionProto:
-    """Return the ONNX function of an Experts node; its tensors are those of `experts`, all floats of one type.
+    """Return the ONNX function of an Experts node; its inputs and outputs are those of `experts`.
 
     The function loops over the experts and skips those that no token chose. Each expert multiplies only the rows of its
     own tokens. ONNX cannot index tensors of 4 bits, so packed weights of all experts are dequantized before the loop.
-    If `multiply` is given, it makes the nodes that multiply with a packed weight, and no weight is dequantized.
+    All floating-point tensors have one type. If `multiply` is given, this function makes the nodes for products with
+    packed weights, and no weight is dequantized.
     """
     before: list[str] = []
     dense = {weight: weight for weight in WEIGHTS}

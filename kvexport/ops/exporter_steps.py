@@ -38,7 +38,7 @@ def steps_skipped() -> Iterator[None]:
 
 @contextlib.contextmanager
 def decompositions_skipped() -> Iterator[None]:
-    """Keep torch.onnx from decomposing a program, which would trace it a second time, within this context."""
+    """Within this context, keep torch.onnx from decomposing a program, which would trace it a second time."""
     steps = "torch.onnx._internal.exporter._fx_passes"
     with _replaced(steps, "decompose_with_registry", lambda _: lambda program, *_, **__: program):
         yield
@@ -46,7 +46,7 @@ def decompositions_skipped() -> Iterator[None]:
 
 @contextlib.contextmanager
 def mismatches_skipped() -> Iterator[None]:
-    """Keep onnxscript from trying its 100 rewrite rules at nodes with which no rule begins, within this context."""
+    """Within this context, keep onnxscript from trying its 100 rewrite rules at nodes that match none of them."""
     matcher: Any = getattr(onnxscript.rewriter._matcher, "SimplePatternMatcher", None)
 
     def only_first(original: Any) -> Any:
@@ -84,7 +84,7 @@ def _replaced(owner: str, name: str, make: Callable[[Any], Any]) -> Iterator[Non
 
 
 class _Signature:
-    """The lazy signature of a translation: its source is parsed only if more than the domain is read."""
+    """The signature of an operator's translation to ONNX; the source is parsed only if more than the domain is read."""
 
     def __init__(self, translation: Any, make: Callable[[Any], Any]) -> None:
         self.domain: str = translation.opset.domain
@@ -96,7 +96,7 @@ class _Signature:
 
 @contextlib.contextmanager
 def _sources_unread() -> Iterator[None]:
-    """Keep torch.onnx from parsing the sources of all 500 operator translations for their domains."""
+    """Keep torch.onnx from parsing the sources of 500 operator translations only to learn the operators' domains."""
 
     def unread(original: Any) -> Any:
         make = functools.partial(_Signature, make=original.fget)
@@ -108,7 +108,7 @@ def _sources_unread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _registry_kept() -> Iterator[None]:
-    """Let torch.onnx use one registry of translations for all programs."""
+    """Let torch.onnx reuse one registry of operator translations for all programs."""
 
     def kept(original: Any) -> Any:
         def from_torchlib(cls: Any, *args: Any, **named: Any) -> Any:
@@ -131,7 +131,7 @@ _registries: dict[Any, Any] = {}
 
 @contextlib.contextmanager
 def _signatures_kept() -> Iterator[None]:
-    """Keep torch.onnx from reading the schema of an ONNX operator anew for every node."""
+    """Keep torch.onnx from reading an ONNX operator's schema again for every node."""
 
     def kept(original: Any) -> Any:
         def from_op_schema(cls: Any, schema: Any) -> Any:
@@ -153,7 +153,7 @@ _signatures: dict[Any, Any] = {}
 
 @contextlib.contextmanager
 def _code_unwritten() -> Iterator[None]:
-    """Keep torch.fx from writing and compiling Python code for graphs that nobody runs."""
+    """Keep torch.fx from writing and compiling Python code for graphs that are never run as Python."""
     try:
         from torch.fx._lazy_graph_module import _use_lazy_graph_module as lazily
     except ImportError:
@@ -165,7 +165,7 @@ def _code_unwritten() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _values_kept() -> Iterator[None]:
-    """Keep torch.onnx from computing all tensor shapes again to make type promotion explicit, which changes none."""
+    """Keep torch.onnx from computing all shapes again while it makes type promotion explicit; no shape changes."""
     promotion: Any = importlib.import_module("torch.onnx._internal.fx.passes.type_promotion")
     rule_of: Any = getattr(promotion, "get_type_promotion_rule", None)
     interpreter: Any = getattr(promotion, "_TypePromotionInterpreter", None)

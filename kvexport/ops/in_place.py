@@ -24,8 +24,8 @@ SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten
 def without_changes_in_place(exported: ExportedProgram) -> bool:
     """Replace the operators of an exported program that change a tensor in place; return whether all were replaced.
 
-    An operator stays if its tensor is an input or a weight, if a view other than a slice or a single index leads to the
-    tensor, or if another view of the tensor is read later.
+    An in-place operator is not replaced if its tensor is an input or a weight, is a view other than a slice or a single
+    index, or has another view that is read later.
     """
     graphs: list[Graph] = [module.graph for module in exported.graph_module.modules() if hasattr(module, "graph")]
     changes = [(graph, node) for graph in graphs for node in graph.nodes if _changes(node)]
@@ -75,7 +75,7 @@ def _replaced(graph: Graph, node: Node) -> bool:
 
 
 def _chain(changed: Any) -> list[Node]:
-    """Return the slices from a changed tensor back to the computed tensor that they are parts of, this one last.
+    """Return the slices between a changed tensor and the tensor that they are parts of, and last that tensor.
 
     The list is empty for an input or a weight, and for a view that is neither a slice nor a single index.
     """

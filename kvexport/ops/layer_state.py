@@ -91,11 +91,11 @@ def layer_vote_attention(
     attributes: VoteAttentionAttributes,
     capacity: Sequence[int] = (),
 ) -> tuple[Tensor, ...]:
-    """Compute VoteAttention for one layer, whose KV heads have `capacity` slots each; without it they share S equally.
+    """Compute VoteAttention for one layer; KV head h has `capacity[h]` slots (empty: all heads have equally many).
 
     The arguments are those of `vote_attention`, but the state has the slots of all heads in one dimension: key [B, S,
     D], value [B, S, Dv] ([B, S, 0] with `value_prefix`), votes [B, S], score [B, K, S], position [B, S] and scales [B,
-    S]. The result is the output [B, Hq, T, Dv] and the present state in the order of the past one.
+    S]. The result is the attention output [B, Hq, T, Dv] and the new state tensors, in the order of the old ones.
     """
     past = (past_key, past_value, past_votes, past_score, past_position, *past_extra)
     tensors = state_of(past_key.dtype, attributes.method.extra_state if attributes.method else ())
@@ -115,11 +115,11 @@ def layer_vote_attention(
 
 
 class ImageLanes(NamedTuple):
-    """The lanes of a call in which each token of an image sees all tokens of the image, also those after it.
+    """The batch lanes of a model call that have images, whose tokens see all tokens of the same image, also later ones.
 
     Attributes:
-        lanes: [L] int64, the numbers of these lanes; in other lanes a token sees none after it.
-        last: [L, T] int64, the position of the last token that each of their tokens sees.
+        lanes: [L] int64, the indices of these lanes in the batch. In other lanes a token sees no later token.
+        last: [L, T] int64, for each token of these lanes, the position of the last token that it sees.
     """
 
     lanes: Tensor
@@ -127,9 +127,9 @@ class ImageLanes(NamedTuple):
 
     @classmethod
     def of(cls, lanes: Tensor, places: Tensor, position: Tensor) -> ImageLanes:
-        """Return the lanes of a call in which tokens are of an image where `places` [B, T] is above 0.
+        """Return the lanes that have images. A token belongs to an image where `places` [B, T] is above 0.
 
-        Neighbouring tokens are of one image. `lanes` [1 + L] has a first element that stands for no lane.
+        Neighbouring tokens with `places` above 0 belong to one image. The first element of `lanes` [1 + L] is a dummy.
         """
         texts = (places == 0).to(torch.int64).cumsum(1)  # equal within an image, and more from its end on
         # Of all lanes: ONNX Runtime sums no tensor of 0 lanes.
@@ -150,10 +150,10 @@ class ImageLanes(NamedTuple):
         sink_logits: Tensor | None,
         **layer: Any,
     ) -> Tensor:
-        """Return the attention output of a layer, in which that of these lanes is computed again.
+        """Return a layer's attention output after replacing the rows of lanes with images, whose tokens see later ones.
 
-        `output` is that of VoteAttention, in which no token sees a later one. Slots keep VoteAttention's statistics
-        too, so its kernels need to know nothing of images. Other arguments are those of `layer_read_attention`.
+        `output` is the result of VoteAttention, in which no token sees a later one. The cache keeps VoteAttention's
+        statistics, so VoteAttention's kernels need no code for images. `layer_read_attention` explains the arguments.
         """
         query, position, query_length = self.of_these(query, position, query_length)
         seen = layer_read_attention(query, position, query_length, state, sink_logits, **layer, images=self)
@@ -171,10 +171,10 @@ def layer_read_attention(
     capacity: Sequence[int],
     images: ImageLanes | None = None,
 ) -> Tensor:
-    """Return the attention output of queries that read a layer's KV cache; arguments are those of `read_attention`.
+    """Return the attention output of queries that read a layer's KV cache. `read_attention` explains the arguments.
 
-    `state` has the layer's present state tensors, without those of a method. Its KV heads have `capacity` slots each.
-    With `images` the queries are those of these lanes alone.
+    `state` has the layer's state tensors after the new tokens were appended, without the tensors that a method adds.
+    KV head h has `capacity[h]` slots. With `images` the queries are only those of the lanes that have images.
     """
     parts = split_state(state, state_of(state[0].dtype, ()), capacity, together=len({*capacity}) == 1)
     queries = query.chunk(len(parts), 1) if len(parts) > 1 else (query,)

@@ -87,22 +87,22 @@ class Form:
 
     @property
     def op_type(self) -> str:
-        """AdaptedLinear for a node that takes LoRA adapters, otherwise Linear."""
+        """The ONNX operator of the node: AdaptedLinear if the node takes LoRA adapters, otherwise Linear."""
         return "AdaptedLinear" if self.adapted else "Linear"
 
     @property
     def count(self) -> int:
-        """The number of matrix products, the product with SiLU's gate not counted."""
+        """The number of matrix products of the node, without the product for SiLU's gate."""
         return len(self.output_heads)
 
     @property
     def weights(self) -> int:
-        """The number of weights, the gate's included."""
+        """The number of weight matrices of the node: one for each product, and one for the gate if there is a gate."""
         return self.count + self.gate
 
     @property
     def inputs(self) -> list[str]:
-        """The names of the inputs of a Linear node, in order."""
+        """The names of the inputs of a Linear node, in the node's order."""
         names = ["input", *["norm"] * self.norm, *["adapter_rows"] * any(self.adapted)]
         for i, bias in enumerate(self.bias):
             names += [*self.weight_inputs(f"weight{i}", i), *[f"bias{i}"] * bias, *self.adapter_inputs(i)]
@@ -110,23 +110,23 @@ class Form:
         return [*names, *gate, *["residual"] * self.residual, *["cosine", "sine"] * any(self.rotated)]
 
     def weight_inputs(self, weight: str, i: int) -> list[str]:
-        """Return the names of the inputs of weight number i: the weight, then its scales and other parts."""
+        """Return the node inputs for weight matrix number i, by name: the weight, then its scales and other parts."""
         return [weight, *(f"{weight}_{suffix}" for suffix in parts_after(self.packed[i] if self.packed else 0))]
 
     def adapter_inputs(self, i: int) -> list[str]:
-        """Return the names of the LoRA matrices for weight number i; none if it takes none."""
+        """Return the node inputs for the LoRA matrices of weight number i, by name; empty if it takes no adapters."""
         return [f"adapter_first{i}", f"adapter_second{i}"] if self.adapted and self.adapted[i] else []
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The attributes of a Linear node by name."""
+        """The attributes of a Linear node, by name."""
         left_out = [*(() if self.packed else PACKED_ATTRIBUTES), *(() if self.adapted else ("adapted",))]
         values = {name: value for name, value in vars(self).items() if name not in left_out}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @property
     def overload(self) -> str:
-        """The overload name of the ONNX function for these steps."""
+        """The overload name of the node's ONNX function: it tells functions for different steps apart."""
         words = {
             "norm": f"norm{self.epsilon:.6g}" * self.norm,
             "epsilon": "",
@@ -139,7 +139,7 @@ class Form:
 
 
 def multiply(form: Form, weight: str, i: int, rows: str, result: str) -> list[str]:
-    """Return the ONNX nodes of a product by standard operators, which dequantize a packed weight first."""
+    """Return ONNX nodes that multiply with one weight by standard operators; a packed weight is dequantized first."""
     lines, dense = _dequantized(form, weight, i)
     turned = result.replace("product", "transposed")
     return [*lines, f"{turned} = Transpose <perm = [1, 0]> ({dense})", f"{result} = MatMul ({rows}, {turned})"]
@@ -318,7 +318,7 @@ def dequantized(parts: Sequence[str], kind: int, group: int, *, axis: int, like:
 
 
 def _fields(name: str, bits: int, kept: str, flat: str) -> list[str]:
-    """Return the nodes that unpack the tensor `name`, which `packed.pack_fields` packed, into `name`_numbers."""
+    """Return the nodes that unpack a tensor which `packed.pack_fields` packed; the result is called `name`_numbers."""
     fields = range(0, 8, bits)
     return [
         f"{name}_bytes = Constant <value_ints = [{kept}, -1, 1, 4]> ()",
@@ -332,9 +332,9 @@ def _fields(name: str, bits: int, kept: str, flat: str) -> list[str]:
 
 
 def _sixes(name: str, kept: str, flat: str, like: str) -> list[str]:
-    """Return the nodes that unpack the tensor `name`, which `packed.pack_sixes` packed, into `name`_numbers.
+    """Return the nodes that unpack a tensor which `packed.pack_sixes` packed; the result is called `name`_numbers.
 
-    They also make `name`_zero, a zero point of 32 for each element of the tensor `like`.
+    The nodes also compute `name`_zero, a zero point of 32 for each element of the tensor `like`.
     """
     return [
         f"{name}_bytes = Constant <value_ints = [{kept}, -1, 3]> ()",
@@ -358,7 +358,7 @@ def _sixes(name: str, kept: str, flat: str, like: str) -> list[str]:
 def _with_high(
     weight: str, numbers: str, kind: int, inputs: Mapping[str, str], kept: str
 ) -> tuple[list[str], list[str]]:
-    """Return the nodes that join the lower and the upper bits of a weight, and DequantizeLinear's operands."""
+    """Return nodes that join a weight's lower and upper bits, and the names of DequantizeLinear's operands."""
     high, bits = inputs["high"], 2 if kind & 64 else 4
     lines = [
         *_fields(high, _high_bits(kind), kept, f"{weight}_flat"),

@@ -54,7 +54,7 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs [B, T, heads dv] of T tokens, and each head's state matrix [B, heads, dk, dv] after them.
 
-    The sizes dk and dv are those of a head's key and value.
+    dk and dv are the sizes of a head's key and value.
 
     Args:
         query: [B, T, key_heads dk] float32.
@@ -87,7 +87,7 @@ def linear_attention(
 
 
 def update_rules(graph: onnx.GraphProto) -> list[UpdateRule]:
-    """Return the update rule of an ONNX graph's LinearAttention nodes in a list, which is empty without such nodes."""
+    """Return the update rules of the LinearAttention nodes of an ONNX graph; empty without such nodes."""
     rules: dict[Any, None] = {
         attribute.s.decode(): None
         for node in graph.node
@@ -100,7 +100,7 @@ def update_rules(graph: onnx.GraphProto) -> list[UpdateRule]:
 
 
 def linear_attention_functions(update_rule: UpdateRule) -> list[onnx.FunctionProto]:
-    """Return the ONNX functions of kvexport's LinearAttention, and of opset 27's, which kvexport's function calls."""
+    """Return the ONNX functions of kvexport's LinearAttention, and of ONNX's own, which kvexport's function calls."""
     return [_own_function(update_rule), _inner_function(update_rule)]
 
 

@@ -73,7 +73,7 @@ class MergeCacheAttributes:
 
     @property
     def policy(self) -> MergePolicy | None:
-        """The method's policy, or with a sliding window one that drops evicted slots; None without a policy."""
+        """The eviction and merge rule of the method as data; with a sliding window a rule that drops; None without."""
         policy = self.method.policy()
         if policy is None or not self.sliding_window:
             return policy
@@ -205,12 +205,12 @@ def _merge_small(
     rows: tuple[Tensor, Tensor, Tensor] | None,
     recent: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Return the result of `merge_cache` for a cache of 8 or 4 bits, computed in float32.
+    """Return the result of `merge_cache` for a cache of 8- or 4-bit keys and values, computed in float32.
 
     Methods get keys and values rotated by the Hadamard matrix, which preserves means, products, cosines and distances.
     Methods get unrotated keys if the merge rotates keys to other positions, or if the method stores state that it
-    computed from queries and keys. A slot that is neither merged nor rotated keeps its bits, because `quantized`
-    exactly reverses `dequantized`.
+    computed from queries and keys. A slot that is neither merged nor rotated keeps its stored bits, because rounding a
+    dequantized row again (`quantized`) gives the same bits.
     """
     key, value, votes, score, position, key_scale, value_scale, *extra = state
     plain_keys = attributes.rotary.inverse_frequencies or attributes.method.extra_state
@@ -223,9 +223,9 @@ def _merge_small(
 
 
 def _without_holes(is_kept: Tensor) -> Tensor:
-    """Return, for each of W cache rows, the row whose slot moves there to close holes after an eviction; [B, H, W].
+    """Return, for each of W cache rows, the row whose slot moves into it, so that evictions leave no gaps; [B, H, W].
 
-    The first n rows receive the n kept slots (`is_kept`). Each later row receives its own.
+    The n kept slots (`is_kept`) end in the first n rows. A later row keeps its slot.
     """
     row = torch.arange(is_kept.shape[-1], device=is_kept.device).expand_as(is_kept)
     count = is_kept.to(torch.int64).cumsum(-1)
@@ -236,10 +236,10 @@ def _without_holes(is_kept: Tensor) -> Tensor:
 
 
 def _turned(result: Slots, votes: Tensor, before: Tensor, rotary: Rotary) -> Tensor:
-    """Return keys [B, H, N, D] rotated (RoPE) from their places in the cache before a merge to those after it.
+    """Return keys [B, H, N, D] rotated (RoPE) from their old place in the cache to their place after a merge.
 
-    A key's place is the number of occupied slots of lower position, and that of a merged slot before the merge is that
-    of its latest member. `before` has the positions before the merge in order; LAST for empty slots.
+    The place of a key is the number of occupied slots of lower position. A merged slot had the place of the latest slot
+    merged into it. `before` has the positions before the merge in ascending order; LAST for empty slots.
     """
     position = torch.where(votes > 0, result.position, LAST)
     place = ranks(position)
@@ -255,8 +255,8 @@ def _turned(result: Slots, votes: Tensor, before: Tensor, rotary: Rotary) -> Ten
 def rows_of(votes: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return three tensors whose lengths tell `merge_cache` how many slots are kept, evicted and freed.
 
-    The lengths are the budget, the number of slots by which the fullest head exceeds it, and the capacity beyond the
-    budget.
+    The lengths are the budget, the number of slots by which the fullest KV head exceeds the budget, and the capacity
+    minus the budget.
     """
     capacity = votes.shape[2]
     kept = min(budget, capacity)

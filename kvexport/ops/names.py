@@ -35,7 +35,7 @@ def name_constants(constants: Iterable[ir.Value], unique: Callable[[str], str]) 
 
 
 def name_by_operators(graph: ir.Graph) -> None:
-    """Name nodes and values of a traced graph by the operators that compute them; inputs and outputs keep theirs."""
+    """Name nodes and values of a traced ONNX graph after their operators; inputs and outputs keep their names."""
     kept = {*graph.inputs, *graph.outputs}
     unique = unique_names(str(value.name) for value in kept)
     name_constants([value for value in graph.initializers.values() if value not in kept], unique)

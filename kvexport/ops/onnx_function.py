@@ -92,7 +92,7 @@ def merge_cache_node_attributes(
 
 
 def _capacity(capacity: Sequence[int]) -> dict[str, Any]:
-    """Return the attribute `capacity`, which a node of equal heads omits, because their number of slots may be open."""
+    """Return the ONNX attribute `capacity`, the slots of each KV head; no attribute if all heads have equally many."""
     return {"capacity": list(capacity)} if len({*capacity}) > 1 else {}
 
 
@@ -118,7 +118,7 @@ def _merge_cache_values(attributes: MergeCacheAttributes) -> dict[str, Any]:
 
 
 def overload_of(meaning: dict[str, Any]) -> str:
-    """Return the overload name of an ONNX function: a short hash that is equal for equal attributes and settings."""
+    """Return the overload name of an ONNX function: a short hash of the attributes and settings `meaning`."""
     return json_digest(meaning)[:12]
 
 
@@ -294,9 +294,9 @@ def _trace(
 
 
 def _read_sizes_from(graph: onnx.GraphProto, source: int) -> None:
-    """Let a graph's Shape nodes read symbolic sizes from input number `source`, which all layers share, if it has them.
+    """Let a graph's Shape nodes read symbolic sizes from one input, number `source`, which all layers share.
 
-    A runtime then computes values that depend only on sizes once, and not for every layer.
+    A runtime then computes values that depend only on sizes once, instead of once for each layer.
     """
     dims = {v.name: [d.dim_param for d in v.type.tensor_type.shape.dim] for v in graph.input}
     name = graph.input[source].name

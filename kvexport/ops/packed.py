@@ -52,7 +52,7 @@ class PackedTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the stored tensor."""
+        """The size in bytes of the stored tensor."""
         count = math.prod(self.shape)
         return -(-count // 2) if self.dtype in ("int4", "uint4") else count * np.dtype(self.dtype).itemsize
 
@@ -67,8 +67,9 @@ class PackedFormat:
         group: The number of consecutive inputs that share a scale.
         offset: The tensor that accompanies the scale: none, a zero point in the weight's type, or a minimum in the
             scale's type.
-        scale_dtype: The type of the scales. Scales of uint8 are exponents, which only a weight with a table has. Those
-            of `SUB_SCALES` are factors of super-scales, one for 256 inputs; minima have super-scales of their own.
+        scale_dtype: The type of the scales. Scales of uint8 are exponents, which only a weight with a table has. The
+            scale types in `SUB_SCALES` are whole numbers, which a super-scale for every 256 inputs multiplies; minima
+            have super-scales of their own.
         ordered: Whether the columns are in another order than the input's features: column k belongs to feature
             `order[k]`.
         table: The sixteen int8 numbers that the indices of a uint4 weight stand for; empty for a weight without a
@@ -85,50 +86,50 @@ class PackedFormat:
 
     @property
     def dtype(self) -> str:
-        """The type of the numbers and of their zero points, such as int4 or uint8."""
+        """The data type of a weight's numbers and zero points, such as int4 or uint8."""
         return f"{'' if self.signed else 'u'}int{self.bits}"
 
     @property
     def lowest(self) -> int:
-        """The smallest number of the type."""
+        """The smallest number that the weight's data type can hold."""
         return -(1 << (self.bits - 1)) if self.signed else 0
 
     @property
     def label(self) -> str:
-        """The format for people, such as "int4, groups of 32, zero points"."""
+        """The weight's format in words for people, such as "int4, groups of 32, zero points"."""
         offset = {"none": "", "zero": ", zero points", "minimum": ", minima"}[self.offset]
         kind = f"{_TABLES[self.table]} (4 bits)" if self.table else self.dtype
         return f"{kind}, groups of {self.group}{offset}{', columns in order of groups' * self.ordered}"
 
     @property
     def scale(self) -> str:
-        """The name of the tensor with the scales: `exponent` for powers of two, otherwise `scale`."""
+        """The name of the tensor that holds the scales: `exponent` if scales are powers of two, otherwise `scale`."""
         return "exponent" if self.scale_dtype == "uint8" else "scale"
 
     @property
     def low_bits(self) -> int:
-        """The number of lower bits in the tensor `weight`."""
+        """How many lower bits of each number are stored in the tensor `weight`."""
         return 2 if self.bits < 4 else 4 if self.bits < 8 else 8
 
     @property
     def high_bits(self) -> int:
-        """The number of upper bits in the tensor `high`."""
+        """How many upper bits of each number are stored apart, in the tensor `high`; 0 if the weight has none."""
         return self.bits - self.low_bits
 
     @property
     def has_supers(self) -> bool:
-        """Whether scales and minima are factors of super-scales."""
+        """Whether scales and minima are whole numbers that super-scales (one for 256 inputs) multiply, as in ggml."""
         return self.scale_dtype in SUB_SCALES
 
     @property
     def kind(self) -> int:
-        """The number of the format in the attribute `packed` of Linear and Experts."""
+        """The number that stands for this format in the attribute `packed` of the operators Linear and Experts."""
         offset = {"none": 1, "zero": 2, "minimum": 3}[self.offset]
         base = offset if not self.table else 5 if self.scale_dtype == "uint8" else 4
         return base + 8 * self.has_supers + 16 * self.high_bits + 64 * (self.low_bits == 2)
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, PackedTensor]:
-        """Return the tensors that store a weight [outputs, inputs], by name in order."""
+        """Return the tensors that together store a weight [outputs, inputs], by name."""
         groups = (outputs, inputs // self.group)
         scale = PackedTensor(self.scale_dtype, groups)
         if self.scale_dtype == "int6":
@@ -152,11 +153,11 @@ class PackedFormat:
         return tensors
 
     def nbytes(self, outputs: int, inputs: int) -> int:
-        """Return the bytes of all tensors of a weight [outputs, inputs]."""
+        """Return the size in bytes of a weight [outputs, inputs], with scales and all other parts."""
         return sum(tensor.nbytes for tensor in self.tensors(outputs, inputs).values())
 
     def fault(self, inputs: int) -> str:
-        """Return why a weight with `inputs` inputs cannot have this format; an empty string if it can."""
+        """Return why a weight with this many inputs cannot have this format; an empty string if it can."""
         least, most = GROUPS
         if self.group != inputs and not least <= self.group <= most:
             return f"groups of {self.group} inputs, expected {least} to {most}, or all {inputs}"
@@ -166,7 +167,7 @@ class PackedFormat:
 
 
 def pack(values: Array, bits: int) -> Array:
-    """Return whole numbers as stored bytes: with 8 bits in the same shape, with 4 bits two in a byte, flat."""
+    """Return whole numbers as the bytes to store: 8-bit numbers in their shape, 4-bit numbers two in a byte, flat."""
     if bits == 8:
         return values.astype(np.int8 if values.min(initial=0) < 0 else np.uint8)
     flat = values.reshape(-1).astype(np.uint8) & 15
@@ -177,7 +178,7 @@ def pack(values: Array, bits: int) -> Array:
 
 
 def unpack(stored: Array, tensor: PackedTensor) -> Array:
-    """Return the whole numbers, int8 or uint8 of the tensor's shape, from the bytes that `pack` stored."""
+    """Reverse `pack`: return the whole numbers, int8 or uint8 in the tensor's shape, from stored bytes."""
     if tensor.dtype in ("int8", "uint8"):
         return stored.reshape(-1).view(tensor.dtype).reshape(tensor.shape)
     flat = np.empty(stored.size * 2, np.uint8)
@@ -199,7 +200,7 @@ def pack_fields(numbers: Array, bits: int) -> Array:
 
 
 def unpack_fields(stored: Array, bits: int) -> Array:
-    """Return the whole numbers that `pack_fields` packed."""
+    """Reverse `pack_fields`: return whole numbers [..., inputs] from the packed bytes."""
     fields = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     apart = stored.reshape(*stored.shape[:-1], -1, 1, 4) >> fields & np.uint8((1 << bits) - 1)
     numbers: Array = apart.reshape(*stored.shape[:-1], -1)
@@ -209,8 +210,8 @@ def unpack_fields(stored: Array, bits: int) -> Array:
 def pack_sixes(numbers: Array) -> Array:
     """Pack numbers [..., n] uint8 of 6 bits into [..., n * 6 / 8] bytes.
 
-    Of every four numbers, three bytes have the first three in their lowest bits, and bits 0 and 1, 2 and 3, 4 and 5 of
-    the fourth in their highest.
+    Every four numbers become three bytes. The six low bits of each byte are one of the first three numbers; the two
+    high bits are bits 0 and 1, 2 and 3, or 4 and 5 of the fourth number.
     """
     fours = numbers.reshape(*numbers.shape[:-1], -1, 4)
     last = fours[..., 3:] >> np.array([0, 2, 4], np.uint8) << 6
@@ -219,7 +220,7 @@ def pack_sixes(numbers: Array) -> Array:
 
 
 def unpack_sixes(stored: Array) -> Array:
-    """Return the whole numbers that `pack_sixes` packed."""
+    """Reverse `pack_sixes`: return whole numbers of 6 bits from the packed bytes."""
     threes = stored.reshape(*stored.shape[:-1], -1, 3)
     last = np.bitwise_or.reduce(threes >> 6 << np.array([0, 2, 4], np.uint8), axis=-1, keepdims=True)
     numbers: Array = np.concatenate([threes & 63, last], axis=-1).reshape(*stored.shape[:-1], -1)
@@ -241,7 +242,8 @@ def integers(packing: PackedFormat, outputs: int, inputs: int, stored: Mapping[s
 def scales(packing: PackedFormat, stored: Mapping[str, Array], name: str = "scale") -> NDArray[np.float32]:
     """Return the scales or minima in float32, one for each group of inputs.
 
-    A stored exponent e becomes the scale 2^(e - 128), and a factor is multiplied with its super-scale.
+    A stored exponent e becomes the scale 2^(e - 128). A scale stored as a whole number is multiplied with the
+    super-scale of its 256 inputs.
     """
     if name == "scale" and packing.scale == "exponent":
         powers: NDArray[np.float32] = np.ldexp(np.float32(1), stored["exponent"].astype(np.int32) - 128)
@@ -258,7 +260,7 @@ def scales(packing: PackedFormat, stored: Mapping[str, Array], name: str = "scal
 
 
 def dequantize(packing: PackedFormat, outputs: int, inputs: int, stored: Mapping[str, Array]) -> NDArray[np.float32]:
-    """Return the float32 values [outputs, inputs] of a weight, columns in the order of the input's features."""
+    """Return the float32 values [outputs, inputs] of a packed weight; column k belongs to input feature k."""
     tensors = packing.tensors(outputs, inputs)
     numbers = integers(packing, outputs, inputs, stored).reshape(outputs, -1, packing.group)
     values = (np.array(packing.table, np.float32)[numbers] if packing.table else numbers).astype(np.float32)

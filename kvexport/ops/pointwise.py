@@ -62,7 +62,7 @@ def _is_tensor(x: Any) -> bool:
 
 
 def _largest(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return the one of `tensors` that has the shape to which they all broadcast; None if no shape is certain."""
+    """Return the tensor whose shape is the broadcast shape of all `tensors`; None if none certainly has that shape."""
     if not any(x._has_symbolic_sizes_strides for x in tensors):
         return None
     largest = max(tensors, key=lambda x: x.dim())

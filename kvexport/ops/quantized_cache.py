@@ -24,7 +24,6 @@ CODES = [min(range(16), key=lambda code: (abs(INT4[code] - number), abs(INT4[cod
 
 
 def is_quantized(stored: Tensor) -> bool:
-    """Return whether keys or values are stored in 8 or 4 bits."""
     return stored.dtype in (torch.int8, torch.uint8)
 
 
@@ -70,7 +69,7 @@ def _packed(numbers: Tensor) -> Tensor:
 
 
 def dequantized(stored: Tensor, scale: Tensor) -> Tensor:
-    """Return the rows [..., D] float32 of stored keys or values with their scales [...]."""
+    """Reverse `quantized`: return rows [..., D] float32 of keys or values stored with one scale per row."""
     if stored.dtype == torch.uint8:
         table = torch.tensor(PAIRS, dtype=torch.float32, device=stored.device)
         return embedding(stored.to(torch.int32), table).flatten(-2) * scale[..., None]

@@ -58,7 +58,6 @@ def optimize(model: ir.Model) -> None:
 
 
 def _pass_detached(exported: ExportedProgram) -> None:
-    """Remove in-place detach operators from an exported program: without gradients they have no effect."""
     for module in exported.graph_module.modules():
         for node in [node for node in module.graph.nodes if node.target is torch.ops.aten.detach_.default]:
             node.replace_all_uses_with(node.args[0])
@@ -146,7 +145,7 @@ def _square(x: Any) -> Any:
 def _erfinv(x: Any) -> Any:
     """Return the inverse error function in float32: Winitzki's approximation, and two of Newton's steps.
 
-    Gemma 3n computes it of a constant, so that the optimizer folds all of it.
+    Gemma 3n applies the function only to a constant, so the optimizer folds all nodes into a constant.
     """
     from onnxscript import opset23 as op
 

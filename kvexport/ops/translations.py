@@ -16,7 +16,7 @@ def _stable_sort(values: Any, dim: int = -1, descending: bool = False, stable: b
 
 
 def _gather(values: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any:
-    """Translate ``values.gather(dim, index)``; an expanded index [B, H, N, 1] copies whole rows."""
+    """Translate ``values.gather(dim, index)`` to ONNX; an index expanded from [B, H, N, 1] copies whole rows."""
     from onnxscript import opset23 as op
 
     expand = index.producer()
@@ -28,14 +28,13 @@ def _gather(values: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any
 
 
 def _gather_rows(values: Any, indices: Any) -> Any:
-    """Translate ``values[i, j, k]`` for full index tensors of one shape."""
     from onnxscript import opset23 as op
 
     return op.GatherND(values, _joined(indices))
 
 
 def _scatter_rows(values: Any, indices: Any, rows: Any, accumulate: bool = False) -> Any:
-    """Translate ``values.index_put((i, j, k), rows)`` with the nodes of `_gather_rows`, to share them."""
+    """Translate ``values.index_put((i, j, k), rows)`` to ONNX, with the same index nodes as `_gather_rows`."""
     from onnxscript import opset23 as op
 
     return op.ScatterND(values, _joined(indices), rows)

@@ -1,11 +1,11 @@
 """The operator VoteAttention: append new tokens to the KV cache, attend with a bias by votes, and update the scores.
 
-The votes of a cache slot are the number of tokens that it stands for. Its scores are statistics of the attention that
-it has received. The function `vote_attention` defines the operator for KV heads of one capacity, and
-`kvexport.ops.layer_state` for the heads of a layer, which may differ. The ONNX function for heads of one capacity is
-traced from `vote_attention` (`kvexport.ops.onnx_function`), and `tests/conformance` compares native kernels with it.
-`read_attention` is the attention of a layer that has no cache of its own, and that of images whose tokens see later
-ones; a trace contains its PyTorch operations as ONNX's own operators.
+The votes of a cache slot are the number of tokens that the slot stands for. The scores of a slot are statistics of the
+attention that the slot has received. The function `vote_attention` defines the operator for KV heads of one capacity,
+and `kvexport.ops.layer_state` for the heads of a layer, which may differ. The ONNX function for heads of one capacity
+is traced from `vote_attention` (`kvexport.ops.onnx_function`), and `tests/conformance` compares native kernels with it.
+`read_attention` is the attention of a layer that has no cache of its own, and of images whose tokens see later ones. An
+exported graph contains `read_attention` as standard ONNX operators.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def vote_attention(
     *past_extra: Tensor,
     attributes: VoteAttentionAttributes,
 ) -> tuple[Tensor, ...]:
-    """Return the attention output of KV heads of one capacity, and their cache after the new tokens are appended.
+    """Append new tokens to the KV cache of heads with equal capacity; return the attention output and the new cache.
 
     Products, softmax and scores are computed in float32. The occupied slots are the first ones of a head. The number of
     occupied slots plus query_length must be at most the capacity C, so the caller merges before the cache is full.
@@ -154,8 +154,8 @@ def read_attention(
 ) -> Tensor:
     """Return the output [B, Hq, T, Dv] of queries that read a KV cache but change no statistic, 0 in padding rows.
 
-    The call's tokens have already been appended (`state` is the present state). `last` [B, T] is the position of the
-    last token that each query sees; None: its own. Other arguments are those of `vote_attention`.
+    The new tokens are already in the cache `state`. `last` [B, T] is the position of the last token that each query
+    sees; None for the query's own position. `vote_attention` explains the other arguments.
     """
     key, value, votes, _, slot_position, *scales = state
     if attributes.value_prefix:
@@ -183,7 +183,7 @@ def _visible(
     attributes: VoteAttentionAttributes,
     last: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return which cache slots the queries see, [B, H, T, C] bool, and the bias of each slot's logit."""
+    """Return which cache slots each query sees, [B, H, T, C] bool, and the bias that votes add to a slot's logit."""
     now = position.to(torch.int32)[:, None, :, None]  # [B, 1, T, 1]
     slot_position = slot_position[:, :, None, :]
     until = now if last is None else last.to(torch.int32)[:, None, :, None]
@@ -217,9 +217,9 @@ def _probability(
 def _appended(
     past: Tensor, rows: Tensor, index: tuple[Tensor, ...], is_new: Tensor, past_scale: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Return the cached keys or values with the rows [B, H, T, D] of new tokens at `index`: stored and in float32.
+    """Write new keys or values `rows` [B, H, T, D] into the cache at `index`; return the cache, stored and in float32.
 
-    A quantized cache has its scales as a third result. `is_new` [B, 1, T, 1] is false for padding.
+    A quantized cache also returns its scales. `is_new` [B, 1, T, 1] is false for padding.
     """
     if not is_quantized(past):
         present = past.index_put(index, torch.where(is_new, rows, past[index]))
@@ -255,8 +255,8 @@ def _extra(method: Method | None, past: tuple[Tensor, ...], fresh: Tensor, new: 
 def _log_weights(lengths: Tensor, step: Tensor, statistic: Statistic) -> tuple[Tensor, Tensor]:
     """Return the number n [B, 1] of queries that a statistic counts, and the log weight [B, T] of each query.
 
-    The weight of counted query i is ``decay^(n-1-i)`` times its recency weight; it is LOG_ZERO for padding and for
-    queries outside the statistic's window.
+    Of the n counted queries, query i has the weight ``decay^(n-1-i)`` times its recency weight. Padding and queries
+    outside the statistic's window have the log weight LOG_ZERO.
     """
     n = lengths if statistic.window == 0 else torch.clamp(lengths, max=statistic.window)
     back = lengths - 1 - step  # 0 is the newest real row
@@ -280,7 +280,7 @@ def _log_ema(
 
     The result is ``ln(a^n S + (1 - a) sum_i a^(n-1-i) mean_g s_i)`` over the n queries. S is the past average, a the
     decay, s_i is exp(logit) of query i, and mean_g averages over the query heads of a KV head. With a window or a
-    recency weight, the weighted mean of the counted queries stands for every query of the call that sees the slot.
+    recency weight, all queries of the call that see the slot count with the weighted mean of the counted queries.
     """
     batch, heads, group, _, capacity = logits.shape
     rate = math.log(statistic.decay)
@@ -298,8 +298,8 @@ def _log_ema(
 def _standing(visible: Tensor, lengths: Tensor, log_weight: Tensor, rate: float) -> Tensor:
     """Return the log of the factor by which a windowed average weights its counted queries; [B, H, 1, C].
 
-    A moving average over a window counts only some of a call's n queries, which stand for all of them. The factor is
-    ``sum a^(n-1-i)``, with the decay a, over all queries i that see the slot, divided by the summed weights of the
+    With a window, a moving average reads only some of a call's n queries, and these count for all of them. The factor
+    is ``sum a^(n-1-i)``, with the decay a, over all queries i that see the slot, divided by the summed weights of the
     counted queries. With this factor `corrected_log_ema` needs no knowledge of the window or of recency weights.
     """
     batch, heads, tokens, _ = visible.shape

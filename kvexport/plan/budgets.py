@@ -49,7 +49,7 @@ def allocate(recipe: Recipe, layers: int) -> list[int]:
 
 
 def _listed(recipe: Recipe, layer_numbers: Sequence[int], left: int) -> list[float]:
-    """Return budgets in the ratios of the listed shares, each from `least_slots` to `limits.max_length`."""
+    """Return budgets proportional to the shares that the recipe lists, from `least_slots` to `limits.max_length`."""
     allocation = recipe.cache.allocation
     shares = [share for row in allocation.shares for share in row]
     others = [share for layer, share in zip(layer_numbers, shares, strict=True) if layer not in allocation.whole]
@@ -65,7 +65,7 @@ def _listed(recipe: Recipe, layer_numbers: Sequence[int], left: int) -> list[flo
 
 
 def least_slots(recipe: Recipe) -> float:
-    """Return the smallest cache budget, in slots, with room for sinks (first positions), recent slots and two more."""
+    """Return the smallest allowed budget in cache slots: sinks (first positions), recent slots and two more."""
     protected, recent = recipe.cache.sinks + 2, recipe.cache.recent
     return protected / (1 - recent) if isinstance(recent, float) and recent < 1 else protected + recent
 
@@ -89,7 +89,7 @@ def _left_by_whole_layers(recipe: Recipe, layer_numbers: Sequence[int]) -> int:
 
 
 def head_shares(recipe: Recipe) -> list[list[float]]:
-    """Return the listed shares of KV heads by layer; empty if a layer has one budget for all of its heads."""
+    """Return the shares of KV heads that the recipe lists, by layer; empty if all heads of a layer have one budget."""
     allocation, method = recipe.cache.allocation, recipe.cache.build_method()
     listed = method.compresses and (allocation.kind or method.allocation) == "listed"
     return allocation.shares if listed else []

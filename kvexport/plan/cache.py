@@ -76,18 +76,18 @@ class LayerCache:
         return slots_of(self.capacity)
 
     def of_head(self, tensor: StateTensor, x: NDArray[Any], head: int) -> NDArray[Any]:
-        """Return a view [B, 1, C, ...] of one KV head's part of a state tensor; of `score`, [B, 1, K, C]."""
+        """Return the view [B, 1, C, ...] of one KV head's slots in a state tensor; [B, 1, K, C] for `score`."""
         if tensor.slot_axis is None:
             return x[:, head : head + 1]
         slots = np.moveaxis(x, tensor.slot_axis, 0)[self.head_slots[head]]
         return np.moveaxis(slots, 0, tensor.slot_axis)[:, None]
 
     def first_slots(self, most: int) -> tuple[int, ...]:
-        """Return how many slots of each KV head a saved sequence contains: `most`, or all slots if a head has fewer."""
+        """Return how many slots of each KV head are saved with a sequence: `most`, or all if a head has fewer slots."""
         return tuple(min(most, capacity) for capacity in self.capacity)
 
     def most_of(self, slots: int) -> int:
-        """Return the argument `most` for which the result of `first_slots` sums to `slots`; -1 if there is none."""
+        """Return the number `most` for which `first_slots` gives `slots` slots in all; -1 if there is none."""
         most = next((n for n in range(max(self.capacity) + 1) if sum(self.first_slots(n)) >= slots), -1)
         return most if most >= 0 and sum(self.first_slots(most)) == slots else -1
 
@@ -159,17 +159,17 @@ class CachePlan:
     states: tuple[LayerStates, ...] = ()  # recurrent state of each layer that has one
 
     def cache_of(self, layer: int) -> int:
-        """Return the number of a layer among the layers that have KV caches; `layer` is its number in the model."""
+        """Return the index of layer `layer` (its number in the model) among the layers that have KV caches."""
         return self.attention_layers.index(layer) if self.attention_layers else layer
 
     @property
     def cache_positions(self) -> bool:
-        """Whether RoPE rotates keys by their places in the cache, so that all heads hold equally many entries."""
+        """Whether RoPE rotates keys by index in the cache, not token position; heads then hold equally many entries."""
         return any(cache.rotary.cache_positions for cache in self.caches)
 
     @property
     def rotary_offset(self) -> bool:
-        """Whether images have rotary positions of rows and columns, so that indices do not rotate what follows them."""
+        """Whether images have rotary positions by rows and columns, so that positions differ from token indices."""
         return any(ROTARY_OFFSET in layer.state for layer in self.states)
 
     def with_rotary_offset(self) -> CachePlan:
@@ -196,12 +196,12 @@ class CachePlan:
                 yield tensor.past(place), tensor.present(place), layer, tensor.name
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return the plan as in a manifest, which leaves out `value_in_key` and `key_shift` where they say nothing."""
+        """Return the plan as JSON for the manifest; `value_in_key` and `key_shift` appear only if they are set."""
         layers = [asdict(layer) for layer in self.caches]
         return [{k: x for k, x in layer.items() if k not in ("value_in_key", "key_shift") or x} for layer in layers]
 
     def recurrent_json(self) -> dict[str, Any]:
-        """Return the key `recurrent` of an artifact's manifest; no key if the KV caches of all layers are the state."""
+        """Return the manifest's key `recurrent`, with the recurrent states; empty for a model with KV caches only."""
         if not self.attention_layers and not self.states:
             return {}
         states = [asdict(layer) for layer in self.states]

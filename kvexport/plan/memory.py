@@ -38,7 +38,10 @@ class ServerMemory:
 
     @property
     def total(self) -> int:
-        """The most bytes that a server needs. Weights count twice, because kernels may copy them in another layout."""
+        """The most bytes that a server needs.
+
+        Weights count twice, because kernels may copy them into another layout.
+        """
         kept = self.prefixes + self.sessions + self.adapters + self.images
         return 2 * self.weights + self.state + kept + PROGRAM_BYTES
 
@@ -57,7 +60,7 @@ class ServerMemory:
 
 @dataclass(frozen=True)
 class Fit:
-    """How many sequences, or how large a cache budget, fit into a given memory in addition to the weights."""
+    """How many sequences, or which cache budget, fit into a given memory beside the weights."""
 
     memory: int  # memory in bytes
     sequences: int  # number of the recipe's sequences that fit
@@ -109,7 +112,7 @@ class MemoryPlan:
 
     @property
     def fixed_bytes(self) -> int:
-        """The bytes of everything but KV caches: weights, adapters, and GPU activations or, on the CPU, the program."""
+        """The bytes of all but KV caches: weights, adapters, and activations on a GPU or the program on the CPU."""
         if self.arena_bytes:
             return self.weight_bytes + self.image_bytes + self.adapter_bytes + self.arena_bytes
         return replace(self.server, state=0, prefixes=0, sessions=0, images=0).total
@@ -164,7 +167,6 @@ class MemoryPlan:
         return low if low and self._with_budget(low) else None
 
     def _fits(self, budget: int, room: int) -> bool:
-        """Return whether max_batch sequences of a uniform budget fit; one too small for sinks and recent slots does."""
         cache = self._with_budget(budget)
         return cache is None or state_bytes(self.recipe, cache, self.recipe.limits.max_batch) <= room
 
@@ -263,10 +265,10 @@ class MemoryPlan:
 
 
 def gpu_bytes(recipe: Recipe, config: Any, itemsize: int) -> int:
-    """Return about how many bytes a GPU needs beside weights and caches; 0 if the recipe runs on the CPU.
+    """Estimate the bytes that a GPU needs beside weights and KV caches; 0 if the recipe runs on the CPU.
 
-    Activations are largest in a feed-forward network, while every lane reads a chunk: the residual stream, its norm,
-    the gate, the up projection and their product. The logits of every lane are in float32.
+    Activations are largest in a feed-forward network while every lane (row of the batch) reads a prompt chunk: the
+    residual stream, the normalised input, gate, up projection, and the product of gate and up. Logits are float32.
     """
     from kvexport import backends
 

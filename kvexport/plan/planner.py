@@ -104,17 +104,16 @@ def _planned(recipe: Recipe, method: Method, i: int, layer: LayerGeometry, share
 
 
 def _reads_values_from_keys(recipe: Recipe, method: Method) -> bool:
-    """Return whether values that are a part of their keys (latent attention) are read from there, and not stored again.
+    """Return whether values that are parts of their keys (latent attention) are read from the keys, not stored again.
 
-    Merges have to keep such values a part of their keys. Quantized caches store values with a scale of their own, and
-    only the kernels of the CPU read values from keys.
+    After a merge such a value must still be a part of its key. Quantized caches store values with a scale of their own,
+    and only the kernels of the CPU read values from keys.
     """
     on_cpu = recipe.backend.name == default() and getattr(recipe.backend, "device", "cpu") == "cpu"
     return on_cpu and recipe.cache_dtype not in SMALL and method.merges_values_as_keys
 
 
 def _enough(recipe: Recipe, key: str, most: int, beside: int = 0) -> str:
-    """Return options with which a budget holds sinks, recent slots and one more slot."""
     sinks, recent = recipe.cache.sinks, recipe.cache.recent
     share = min(recent, 0.99) if isinstance(recent, float) else 0.0
     least = math.ceil((sinks + 1 + (0 if share else recent)) / (1 - share))
@@ -152,7 +151,8 @@ def _with_slots(cache: LayerCache, budget: int, slots: int, recent: int) -> Laye
 def settled_plan(recipe: Recipe, plan: CachePlan) -> CachePlan:
     """Return the plan of the most slots that a sequence uses after its prompt was read.
 
-    It is `plan` itself, unless prompts merge at their end; then it has the budgets and the slots until the next merge.
+    The result is `plan` itself, unless prompts are compressed only at their end. Then a KV head uses its budget and the
+    slots until the next merge.
     """
     if recipe.cache.merge_prompts == "chunks":
         return plan
@@ -166,7 +166,7 @@ def settled_plan(recipe: Recipe, plan: CachePlan) -> CachePlan:
 
 
 def plain_attention(geometry: Sequence[LayerGeometry], plan: CachePlan) -> str:
-    """Return how layers attend to every token although those of the model do not; "" if no layer does."""
+    """Return notes on layers that attend to all tokens, although the model's layers choose tokens; "" without any."""
     picked, chunks = [x for x in geometry if x.most_picked], [x for x in geometry if x.chunk]
     notes = []
     if picked:
@@ -215,7 +215,7 @@ def _require_not_periodic(recipe: Recipe, why: str) -> None:
 
 
 def _require_pins_kept(recipe: Recipe, method: Method, geometry: Sequence[LayerGeometry]) -> None:
-    """Raise UsageError for a recipe whose room for pinned tokens would have no meaning."""
+    """Raise UsageError if a recipe reserves room for pinned tokens that its cache could not use."""
     why, fix = "", "--set cache.pinned=0"
     if not method.compresses:
         why = f"the method {method.name} evicts nothing, so every token is kept"
@@ -267,7 +267,7 @@ def _require_caches_read(recipe: Recipe, readers: Mapping[int, int]) -> None:
 
 
 def _require_no_merges(recipe: Recipe, caches: Sequence[LayerCache], method: Method) -> None:
-    """Refuse speculative or periodic decoding with a cache that evicts more than a sliding window has passed."""
+    """Refuse speculative or periodic decoding if the cache evicts entries other than those behind a sliding window."""
     merging = [i for i, cache in enumerate(caches) if cache.merges]
     if not merging or (recipe.speculate.draft is None and recipe.cache.periodic.slots is None):
         return
@@ -293,7 +293,7 @@ def _require_no_merges(recipe: Recipe, caches: Sequence[LayerCache], method: Met
 
 
 def _require_plain(recipe: Recipe, geometry: Sequence[LayerGeometry], plan: CachePlan) -> None:
-    """Refuse more slots than an indexer picks tokens, and sequences longer than a chunk of attention."""
+    """Refuse caches with more slots than an indexer picks tokens, and sequences longer than an attention chunk."""
     length = recipe.limits.max_length
     for i, (layer, cache) in enumerate(zip(geometry, plan.caches, strict=True)):
         number = plan.attention_layers[i] if plan.attention_layers else i

@@ -91,7 +91,7 @@ class PeriodicSection(RecipeSection):
 
     @property
     def selected(self) -> int:
-        """The slots that a selection fills; the others take the tokens until the next selection."""
+        """The slots that a selection of cache entries fills; the other slots take tokens until the next selection."""
         return (self.slots or 0) - self.every
 
     @model_validator(mode="after")

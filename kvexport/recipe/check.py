@@ -74,7 +74,7 @@ def scalar_at(tree: Tree, key: Key) -> Any:
 
 
 def place_of(tree: Tree, key: Key) -> str:
-    """Return the file and line of a recipe's `key`, or of the nearest key above it; "" if there is none."""
+    """Return the file and line where a recipe's `key`, or the nearest key above it, stands; "" if there is none."""
     if (entry := get(tree, key)) is not None:
         return entry.origin.place
     above = get(tree, key[:-1])
@@ -82,7 +82,7 @@ def place_of(tree: Tree, key: Key) -> str:
 
 
 def _known_only(tree: Tree, model: type[BaseModel], above: Key, findings: Findings) -> dict[str, Any]:
-    """Return a recipe's contents as plain data without unknown keys, each of which becomes a problem in `findings`."""
+    """Return a recipe's contents as plain data without unknown keys; report each unknown key in `findings`."""
     data: dict[str, Any] = {}
     for name, entry in tree.entries.items():
         key = (*above, name)
@@ -109,7 +109,7 @@ def _schema_keys(model: type[BaseModel], above: Key = ()) -> list[Key]:
 
 
 def _local(path: Leaf) -> Any:
-    """Return a recipe's `model.path`, made absolute if it names a folder or GGUF file of this machine."""
+    """Return a recipe's value `model.path`, as an absolute path if it names a local folder or GGUF file."""
     value = path.value
     if not isinstance(value, str) or not value:
         return value
@@ -145,7 +145,7 @@ def _check_parameters(tree: Tree, cache: dict[str, Any], findings: Findings) -> 
 
 
 def _validate(model: type[Any], data: dict[str, Any]) -> tuple[Any, dict[Key, list[Any]]]:
-    """Return the model, or None and pydantic's errors by key; strict: slots may not be "64", true or 8.0."""
+    """Return the checked model, or None and pydantic's errors by key; types are strict: "64" or true is no integer."""
     try:
         return model.model_validate(data, strict=True), {}
     except ValidationError as error:
@@ -165,7 +165,6 @@ def _validate(model: type[Any], data: dict[str, Any]) -> tuple[Any, dict[Key, li
 
 
 def _across(data: dict[str, Any], errors: dict[Key, list[Any]]) -> list[str]:
-    """Return contradictions between values that are each valid; an invalid value has a message of its own."""
     if not errors:
         return []
     wrong = [key for key in errors if key]

@@ -1,4 +1,4 @@
-"""KL divergence of a recipe's compressed KV cache, compared with that of a cache that drops what it evicts."""
+"""The KL divergence from the full cache of two compressed caches: the recipe's, and one that only drops entries."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Divergence:
 
     @property
     def line(self) -> str:
-        """A text with two KL divergences from the full cache: of the recipe's cache, and of one that drops entries."""
+        """A line for the user: the KL divergence from the full cache, with the recipe's method and with dropping."""
         return (
             f"with {self.slots} slots, the KL to the full cache over a text of {self.tokens} tokens is "
             f"{self.built:.3g} nats a token, and {self.dropped:.3g} if entries are dropped"
@@ -28,7 +28,7 @@ class Divergence:
 
     @property
     def warning(self) -> str:
-        """A warning, with a remedy, if the recipe's cache diverges far more than one that drops entries; else empty."""
+        """A warning with a remedy if the recipe's cache diverges far more than a cache that drops entries; else ""."""
         times = self.built / max(self.dropped, NOISE)
         if times <= TIMES_WORSE:
             return ""

@@ -26,7 +26,7 @@ MOST_LANES = 1 << 16  # an engine has a list of all lanes
 
 
 def shown_length(length: int) -> int | str:
-    """Return a sequence length in the form in which a recipe contains it: a number or "unlimited"."""
+    """Return a sequence length as recipes write it: a number or "unlimited"."""
     return UNLIMITED if length == MOST else length
 
 
@@ -245,7 +245,7 @@ class Recipe(RecipeSection):
 
     @property
     def rotary_length(self) -> int:
-        """The number of positions that RoPE rotates keys by: those of the longest sequence, or of the cache."""
+        """How many positions RoPE rotates keys by: the longest sequence's length, or the cache's number of slots."""
         if self.cache.positions == "absolute":
             return self.limits.max_length
         return min(self.budget + self.slack, self.limits.max_length)

@@ -8,6 +8,6 @@ MOST = 2**31 - 1  # positions and counts of slots are int32
 
 
 class RecipeSection(BaseModel):
-    """A section of a recipe: a mapping of known keys. It is immutable, so that recipes can be shared."""
+    """A section of a recipe: a mapping of known keys. A section is immutable, so that recipes can be shared."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

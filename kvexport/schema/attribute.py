@@ -11,7 +11,7 @@ Kind = Literal["float", "int", "bool", "word", "words", "floats", "ints"]
 
 @dataclass(frozen=True)
 class Attribute:
-    """One attribute of an ONNX operator of kvexport. Bounds are those of a number, or of every number of a list."""
+    """One attribute of an ONNX operator of kvexport. For a list, the bounds hold for every number of the list."""
 
     name: str
     # A bool is an ONNX integer, 0 or 1. "words" is one string with commas, because ONNX Runtime does not pass lists of
@@ -28,7 +28,7 @@ class Attribute:
 
     @property
     def bounds(self) -> str:
-        """The range of an ONNX attribute's value in words, for errors and tables; empty without bounds."""
+        """The allowed range of an ONNX attribute's value in words, for errors and tables; empty without bounds."""
         low = f"at least {_number(self.least)}" if self.least is not None else ""
         low = f"above {_number(self.above)}" if self.above is not None else low
         high = f"at most {_number(self.most)}" if self.most is not None else ""

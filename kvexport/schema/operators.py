@@ -222,10 +222,11 @@ EXPERTS_ATTRIBUTES = (
 
 
 def schema_digest() -> str:
-    """Return a digest of everything in the operators' schema that a compiled kernel depends on.
+    """Return a hash of everything in the operators' schema that a compiled kernel depends on.
 
-    The digest covers the version of docs/reference/contract.md, the names, types and allowed words of the operators'
-    attributes, the state tensors, and the types of caches. Libraries contain the digest that they were compiled with.
+    The hash covers the version of docs/reference/contract.md, the names, types and allowed words of the operators'
+    attributes, the state tensors, and the types of caches. A compiled library contains the hash of its schema, so that
+    a mismatch is found.
     """
     known = [
         [(a.name, a.kind, a.words) for a in attributes]

@@ -33,7 +33,7 @@ def _switch(meaning: str) -> Any:
 
 
 class Requirement(NamedTuple):
-    """A rule between two fields of a merge policy: if `field` is `value`, `other` has to be one of `allowed`."""
+    """A constraint between settings of a merge policy: if `field` is `value`, `other` must be one of `allowed`."""
 
     field: str
     value: str
@@ -60,7 +60,7 @@ class Fit:
     """A least-squares fit of kept cache slots to recent queries that a method stores, after the merge.
 
     After the fit the stored queries get nearly the same attention outputs from the kept slots as from all slots before.
-    The ring buffer of queries is that of kvexport/methods/fitting.py.
+    kvexport/methods/fitting.py stores the queries.
     """
 
     fit: Literal["values", "votes_and_values"] = _word(

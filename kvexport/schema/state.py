@@ -52,7 +52,7 @@ class StateTensor:
     def stored_dtype(self, cache_type: str) -> str:
         """Return the type of a state tensor's elements in a cache of type `cache_type`.
 
-        In a cache with int4 a byte stores two numbers, the first in its low half.
+        In an int4 cache a byte stores two numbers, the first in the low half of the byte.
         """
         if self.dtype != "cache":
             return self.dtype
@@ -114,7 +114,7 @@ def types_of(cache_type: str) -> dict[str, str]:
 
 
 def scales_of(cache_type: str) -> tuple[StateTensor, ...]:
-    """Return the tensors of a quantized KV cache that hold the scales of its keys and values; none for other caches."""
+    """Return the state tensors for the scales of cached keys and values; empty if the cache is not quantized."""
     return SCALES if cache_type in SMALL else ()
 
 

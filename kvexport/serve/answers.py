@@ -20,12 +20,11 @@ def text_of(tokens: Sequence[Token]) -> str:
 
 
 def stop_string(request: Request) -> str | None:
-    """Return the stop string that ended a request's answer; None if no stop string did."""
     return None if request.text is None else request.text.stop_string
 
 
 def usage_of(requests: Sequence[Request], answers: int = 1) -> dict[str, Any]:
-    """Return an HTTP response's `usage`: tokens and KV-cache compression, for `answers` answers to each prompt."""
+    """Return an HTTP response's `usage`: tokens and KV-cache compression; each prompt has `answers` answers."""
     prompts = requests[::answers]
     read, generated = sum(len(request.ids) for request in prompts), sum(len(request.tokens) for request in requests)
     return {
@@ -38,7 +37,7 @@ def usage_of(requests: Sequence[Request], answers: int = 1) -> dict[str, Any]:
 
 
 def kv_cache_of(requests: Sequence[Request], answers: int = 1) -> dict[str, int]:
-    """Return a response's `kv_cache`: slots in use, tokens without their own, pinned tokens, prompt tokens over budget.
+    """Return a response's `kv_cache`: used slots, tokens merged into others' slots, pinned tokens, tokens over budget.
 
     A prompt with several answers counts once.
     """
@@ -63,14 +62,14 @@ class TokenTexts:
         return self.bytes(token).decode(errors="replace")
 
     def bytes(self, token: int) -> bytes:
-        """Return the bytes that one token id adds to a text, the space before a word included."""
+        """Return the bytes that one token adds to a text, with the space before a word."""
         if self._tokenizer is None:
             return str(token).encode()
         known = self._tokenizer.token_bytes
         return known[token] if token < len(known) else b""
 
     def _key(self, token: int, others: Container[str]) -> str:
-        """Return a token's key in the object `top_logprobs`: its text, or "token_id:ID" if that text is taken."""
+        """Return a token's key in the object `top_logprobs`: its text, or "token_id:ID" if that key is taken."""
         try:
             text = self.bytes(token).decode()
         except UnicodeDecodeError:

@@ -48,7 +48,7 @@ def connection_limit(most: int = _MOST) -> int:
 
 
 def backlog(limit: int) -> int:
-    """Return the listen backlog for `limit` connections: how many may wait in the operating system for `accept`."""
+    """Return how many connections may wait in the system for `accept`, for at most `limit` open connections."""
     return min(128, max(1, limit // 8))
 
 
@@ -63,8 +63,8 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """Admit a new client connection within the limit of open connections.
 
-        If the limit is reached, an open connection without a complete request is closed to make room (see
-        `_free_a_place`). If every open connection has a complete request, the new connection is closed.
+        At the limit, an open connection without a complete request is closed to make room (`_free_a_place`). If every
+        open connection has a complete request, the new connection is closed.
         """
         if len(self.connections) >= self.limit and not self._free_a_place():
             transport.write(b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
@@ -110,7 +110,7 @@ class Connection(H11Protocol):
         return self.conn.their_state is h11.IDLE or self._receives != ""
 
     def _free_a_place(self) -> bool:
-        """Close the connection that has waited longest without a complete request. Return False if there is none.
+        """Close the connection that has waited longest without a complete request; return False without such a one.
 
         Connections that never sent a complete request, and those that sent a part of their next one, are closed first.
         Otherwise a flood of new connections within one turn of the event loop would close the connection of a client
@@ -135,7 +135,7 @@ class Connection(H11Protocol):
         return self._set_deadline("head" if begun else "", HEAD_SECONDS)
 
     def _set_deadline(self, piece: str, seconds: float = 0.0) -> None:
-        """Set the time by which the head or body of a request must arrive. Later bytes do not extend the deadline."""
+        """Set a deadline for the head or body of a request, which later bytes do not extend."""
         if piece == self._receives:
             return
         if self._deadline is not None:

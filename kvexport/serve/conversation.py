@@ -41,7 +41,7 @@ class Prepared:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The HTTP headers of the response: the number of its first request, and why a session's state was lost."""
+        """The HTTP headers of the response: the first request's number, and why a session's state was lost."""
         lost = {RESTARTED: self.turn.lost} if self.turn is not None and self.turn.lost else {}
         return {NUMBER: str(self.requests[0].id), **lost}
 
@@ -86,7 +86,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def pin_of(*parts: tuple[str, Any]) -> dict[str, Any]:
-    """Return the field that pins a chat message, if one of a client's parts, each with its place, has the field."""
+    """Return the field that pins a chat message, if one of the message's named `parts` has this field; else nothing."""
     marked = [(f"{where}.{PIN_FIELD}", part[PIN_FIELD]) for where, part in parts if part.get(PIN_FIELD) is not None]
     for where, value in marked:
         if value != PIN:
@@ -126,7 +126,7 @@ def effort(asked: Any, where: str) -> dict[str, Any]:
 
 
 def text_of(content: Any, where: str) -> str | None:
-    """Return the text of a message's content. Several content parts are joined by line breaks."""
+    """Return the text of a message's content; the texts of several parts are joined by line breaks."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -135,7 +135,7 @@ def text_of(content: Any, where: str) -> str | None:
 
 
 def content_of(content: Any, where: str) -> str | list[dict[str, Any]] | None:
-    """Return a message's content: its text, or the parts of a content with images in the form of chat templates."""
+    """Return a message's content for a chat template: its text, or a list of parts if it has images."""
     if not isinstance(content, list):
         return text_of(content, where)
     return joined([part_of(part, f"{where}.{i}") for i, part in enumerate(content)])
@@ -148,7 +148,7 @@ def part_of(part: Any, where: str) -> str | Picture:
 
 
 def joined(parts: Sequence[str | Picture]) -> str | list[dict[str, Any]]:
-    """Return the content of a message: texts are joined by line breaks, unless there are images among them."""
+    """Return one text from a message's texts, joined by line breaks; a list of parts if there are images."""
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) == len(parts):
         return "\n".join(texts)
@@ -170,7 +170,7 @@ def _text(part: Any, where: str) -> str:
 
 
 def _calls(calls: Any, where: str, left: int) -> tuple[list[dict[str, Any]], int]:
-    """Return tool calls with arguments parsed from JSON, and how many of the `left` allowed JSON values remain."""
+    """Parse the JSON arguments of tool calls; return the calls, and how many of `left` allowed JSON values remain."""
     converted = []
     for i, call in enumerate(calls if isinstance(calls, list) else [None]):
         function = call.get("function") if isinstance(call, Mapping) else None

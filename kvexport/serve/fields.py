@@ -1,8 +1,8 @@
 """Fields that the request bodies of all HTTP APIs share: their bounds, and the generation settings they set.
 
 The server refuses a field of a wrong type, a field out of range, and a known field that it does not support and that
-would change the answer. It ignores an unknown field, as vLLM does, because clients send fields of other servers. A
-header of the response names the ignored fields, those within other fields too.
+would change the answer. The server ignores an unknown field, as vLLM does, because clients send fields of other
+servers. A response header names the ignored fields, nested ones too.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Sampling(Body):
         return {int(token): bias for token, bias in self.logit_bias.items()}
 
     def _top_k(self, engine: Engine) -> int | None:
-        """Return top_k for sampling. If neither request nor checkpoint sets it, it is 0 (off), not transformers' 50."""
+        """Return top_k for sampling; 0 (off) if neither request nor checkpoint sets it, unlike transformers' 50."""
         if self.top_k is not None:
             return max(self.top_k, 0)
         return None if engine.generation_config.get("top_k") is not None else 0

@@ -64,7 +64,6 @@ def origins(settings: ServeSettings) -> list[str]:
 
 
 def _matches(candidates: Sequence[str], keys: Sequence[str]) -> bool:
-    """Return whether a client's key is an API key, in a time that does not depend on how many characters match."""
     matches = False
     for key in keys:
         for one in candidates:

@@ -231,7 +231,6 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Convert an Anthropic message for the chat template. Tool results become messages before the user's text."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise ApiError(400, f"{where}.role: expected user or assistant", param=f"{where}.role")

@@ -30,8 +30,6 @@ _SENT = 'send the image itself, as "data:image/png;base64,..."'
 
 
 class Picture(NamedTuple):
-    """An image of a message, as its client sent it."""
-
     where: str  # place in the request, for errors
     url: str
 
@@ -114,7 +112,7 @@ def picture_of(part: Mapping[str, Any], where: str) -> Picture:
 def with_pictures(
     messages: Sequence[Mapping[str, Any]], manifest: Manifest, settings: ServeSettings
 ) -> tuple[list[Mapping[str, Any]], int]:
-    """Return messages with functions that open their images, for `Engine.chat_text`, and the number of the images."""
+    """Return messages in which images became functions that open them, for `Engine.chat_text`; and the image count."""
     count, left = 0, MOST_PIXELS
 
     def read(picture: Picture) -> Image:

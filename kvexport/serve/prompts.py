@@ -35,7 +35,7 @@ LARGE_TEXT = 1 << 20  # characters; encoding a longer text takes some 100 MB
 
 
 class EncodedChat(NamedTuple):
-    """A conversation, or what it adds to a snapshot, as the engine reads it."""
+    """A conversation, or its continuation of a snapshot, as token ids, images and pinned ranges."""
 
     ids: NDArray[Any]
     images: PromptImages | None
@@ -59,7 +59,7 @@ class Prompts:
     async def encode(
         self, prompt: str | Sequence[int], *, special: bool = True, within: bool = False, fits: bool = True
     ) -> Sequence[int] | NDArray[Any]:
-        """Return the token ids of a prompt; `within` says that it continues a sequence, and gets no special tokens."""
+        """Return the token ids of a prompt; `within`: the prompt continues a sequence and gets no special tokens."""
 
         def work() -> Sequence[int] | NDArray[Any]:
             tokenizer = self.engine.tokenizer
@@ -73,7 +73,7 @@ class Prompts:
     async def encode_chat(
         self, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any], *, fits: bool = True
     ) -> EncodedChat:
-        """Return a conversation's token ids, images and pinned ranges; images are encoded only if it must fit."""
+        """Return a conversation's token ids, images and pinned ranges; images are encoded only if `fits` is set."""
         engine = self.engine
         bound, pictures = self._bound(messages)
 
@@ -88,7 +88,6 @@ class Prompts:
         return await self._beside(work, _characters(messages), pictures)
 
     def _bound(self, messages: Sequence[Any]) -> tuple[list[Mapping[str, Any]], int]:
-        """Return the result of `with_pictures`. A marked message beside images is refused before they are read."""
         bound, pictures = with_pictures(messages, self.engine.manifest, self._settings)
         if pictures:
             refuse_beside_images(bound)
@@ -97,7 +96,7 @@ class Prompts:
     def _pins(
         self, text: str, ids: Sequence[int], messages: Sequence[Any], tools: Any, variables: Mapping[str, Any]
     ) -> Ranges:
-        """Return the ranges of a conversation's token ids that are pinned; `text` has the texts of its images."""
+        """Return the ranges of a conversation's token ids that are pinned; `text` has the images' placeholders."""
         template, tokenizer = self.engine.chat_template, self.engine.tokenizer
         marked = any(message.get(PIN_FIELD) is not None for message in messages)
         if template is None or tokenizer is None or not (marked or self._pins_system):
@@ -118,9 +117,9 @@ class Prompts:
     async def next_turn(
         self, snapshot: Snapshot, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any]
     ) -> EncodedChat | None:
-        """Return what a conversation adds to a snapshot; None if it does not continue it.
+        """Return what a conversation adds to a snapshot; None if the conversation does not continue the snapshot.
 
-        A conversation that pins other tokens of the snapshot than were pinned does not continue it.
+        A conversation whose pinned tokens differ from the snapshot's does not continue the snapshot.
         """
         bound, pictures = self._bound(messages)
 
@@ -160,7 +159,6 @@ class Prompts:
             raise ApiError(400, message + "context_length_exceeded", code="context_length_exceeded", param="messages")
 
     def _encoded(self, tokenizer: Tokenizer, text: str, *, special: bool, within: bool = False) -> list[int]:
-        """Return the token ids of a text. A long text that cannot fit the model's context is refused beforehand."""
         least = tokenizer.least_tokens(text)
         if least >= self.engine.max_length and len(text) > _SHORT_TEXT:
             self.check_length(least, at_least=True)

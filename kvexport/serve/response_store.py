@@ -20,7 +20,7 @@ class Stored:
 
 
 def _characters(value: Any) -> int:
-    """Return about how many characters a value has as JSON, without writing it: images have millions."""
+    """Estimate how many characters a value has as JSON without writing the JSON, because images have millions."""
     if isinstance(value, str):
         return len(value) + 2
     if isinstance(value, Mapping):
@@ -46,7 +46,7 @@ class ResponseStore:
             self._size -= self._stored.popitem(last=False)[1].size
 
     def get(self, name: str, param: str | None = None) -> Stored:
-        """Return a stored response by its id. Raise ApiError (404) if there is none, or none any more."""
+        """Return a stored response by its id. Raise ApiError (404) if the response was never stored or was dropped."""
         if name not in self._stored:
             message = f"there is no response {name[:80]!r}, or no longer"
             raise ApiError(404, message, param=param, code="previous_response_not_found" if param else None)

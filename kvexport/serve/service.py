@@ -54,7 +54,7 @@ log = logging.getLogger("kvexport.serve")
 class Rendering(Protocol):
     """Interface of a writer of server-sent events in the form of one API.
 
-    Every method returns the bytes of events, b"" for no event.
+    Every method returns the bytes of events; b"" if there is no event.
     """
 
     def begin(self) -> bytes: ...
@@ -125,7 +125,7 @@ class Service:
         return body
 
     def name_unread(self, request: Request, fields: Mapping[str, Collection[str]]) -> None:
-        """Name those of the fields, each with the variables it sets, of which the chat template reads no variable."""
+        """Record which request fields the chat template ignores; `fields` has each field's template variables."""
         template = self.engine.chat_template
         source = "" if template is None else "".join(template.sources.values())
         _name_ignored(request, [name for name, sets in fields.items() if sets and not any(x in source for x in sets)])
@@ -248,7 +248,6 @@ class Service:
         return Prepared(requests, turn)
 
     def _seconds(self, turn: Turn | None) -> float:
-        """Return the seconds that a request may still take, after it has waited for earlier turns of its session."""
         return max(0.0, self.settings.timeout - (0.0 if turn is None else turn.waited))
 
     def check_choices(self, answers: int) -> None:
@@ -257,12 +256,15 @@ class Service:
             raise ApiError(400, message[:200], param="n")
 
     def longest(self, prompt_tokens: int, limit: int | None, default: int | None = None) -> int:
-        """Return the largest number of tokens of an answer: `limit`, else `default`, at most what fits the context."""
+        """Return the largest number of tokens of an answer: `limit` or `default`, but at most what fits the context."""
         room = self.engine.max_length - prompt_tokens
         return min(x for x in (limit or default or room, room, self.settings.max_tokens) if x is not None)
 
     async def submit(self, prepared: Prepared, *, streams: bool) -> Job:
-        """Queue engine requests until they get lanes of the batch. The returned job must be ended with `end`."""
+        """Queue engine requests until they get lanes (rows of the batch).
+
+        The caller must end the returned job by `end`.
+        """
         job = Job(prepared.requests, streams=streams, buffer=self.settings.buffer)
         seconds = self._seconds(prepared.turn)
         job.timer = asyncio.get_running_loop().call_later(seconds, self._expire, job)

@@ -169,7 +169,6 @@ class Sessions:
 
     @contextlib.asynccontextmanager
     async def _locked(self, name: str, turn: Turn | None) -> AsyncIterator[None]:
-        """Hold the lock of a session, in this server and among the servers that share the session folder."""
         line = self._lines.setdefault(name, _Line())
         line.turns += 1
         try:

@@ -101,7 +101,7 @@ def full_bytes_per_token(plan: CachePlan) -> int:
 
 
 async def slots(service: Service, request: Request) -> Response:
-    """Answer /stats/slots: the KV-cache entries of one KV head of one lane, in the order of their positions.
+    """Answer /stats/slots: the KV-cache entries of one KV head of one lane (row of the batch), by position.
 
     An entry has the position of its latest token, and votes, the number of tokens that the entry stands for.
     """

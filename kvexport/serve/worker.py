@@ -42,7 +42,8 @@ class Update(NamedTuple):
 class Job:
     """The engine requests of one HTTP call, and their updates that the client has not received yet.
 
-    Only the event loop's thread uses a job. Its engine requests belong to the engine's thread until they finish.
+    Only the event loop's thread uses a job. The engine requests of a job belong to the engine's thread until they
+    finish.
     """
 
     def __init__(self, requests: Sequence[Request], *, streams: bool, buffer: int = 0) -> None:
@@ -69,7 +70,7 @@ class Job:
         self._ready.set()
 
     async def updates(self, every: float) -> AsyncIterator[Update | None]:
-        """Yield the updates (new tokens) until all requests have finished, and None after `every` quiet seconds."""
+        """Yield updates (new tokens) until all requests have finished; yield None after `every` seconds without."""
         loop, quiet = asyncio.get_running_loop(), False
         timer: asyncio.TimerHandle
 
@@ -164,7 +165,7 @@ class Worker:
         self._jobs.discard(job)
 
     def cancel(self, job: Job) -> None:
-        """Cancel the requests of a job that still run. Their lanes are free at the next engine step."""
+        """Cancel the requests of a job that still run. Their batch lanes become free at the next engine step."""
         if job.open and job in self._jobs:
             with suppress(EngineEndedError):  # the thread has ended, and with it all requests
                 self._thread.call(lambda: self._cancel(job)).add_done_callback(_log_error)

@@ -50,7 +50,7 @@ def by_heads(plan: CachePlan, tensors: Mapping[str, NDArray[Any]]) -> LaneTensor
 
 
 class SelectedCache:
-    """Smaller KV caches with copies of selected entries of full caches, one smaller cache for each batch lane."""
+    """For each batch lane, small KV caches with copies of entries that were selected from the lane's full KV caches."""
 
     def __init__(self, manifest: Manifest, model: LoadedModel, plan: CachePlan) -> None:
         self.plan = plan
@@ -94,7 +94,7 @@ class SelectedCache:
         return [tensor for tensor in self.plan.caches[i].state if tensor.name in ENTRY]
 
     def copy(self, i: int, source: LaneTensors, target: LaneTensors, selected: Slots, start: int) -> None:
-        """Copy KV-cache slots of a layer from one cache to another, and empty the slots after the copied ones."""
+        """Copy KV-cache slots of a layer from one cache to another, and empty all later slots of the target."""
         end = start + selected.shape[1]
         for tensor in self.entry_tensors(i):
             old, new = source[tensor.past(i)], target[tensor.past(i)]
@@ -164,7 +164,7 @@ class PeriodicState(ModelState):
         return logits if full_logits is None else np.where(selected_length[:, :, None] > 0, logits, full_logits)
 
     def _reads_selected(self, lane: int) -> bool:
-        """Return whether a sequence's decode step reads its selected cache, which is brought up to date if so."""
+        """Return whether a decode step reads only a sequence's selected cache entries; if so, update them first."""
         length, content, settings = self._length[lane], self._contents.get(lane), self._settings
         assert settings.slots is not None
         if length < settings.slots or length % settings.every == 0:
@@ -180,7 +180,6 @@ class PeriodicState(ModelState):
         return True
 
     def _place(self, lane: int, slots: list[Slots]) -> None:
-        """Fill a sequence's selected cache with copies of slots of its full cache, which must be up to date."""
         full, own, length = self._view(lane), self._selected.view(lane), self._length[lane]
         for i, selected in enumerate(slots):
             self._selected.copy(i, full, own, selected, 0)
@@ -203,7 +202,7 @@ class PeriodicState(ModelState):
         self._full.write(lane, {}, length)
 
     def _give_statistics(self, lane: int, *, to_full: bool = False) -> None:
-        """Copy the scores and other statistics of slots from a sequence's full cache to its selected cache, or back."""
+        """Copy the scores and other statistics of a sequence's slots from the full to the selected cache, or back."""
         content, full, own = self._contents[lane], self._view(lane), self._selected.view(lane)
         late = np.arange(content.start, content.copied)
         for i in self._layers:
@@ -247,7 +246,6 @@ class PeriodicState(ModelState):
         return positions
 
     def _restore(self, lane: int, positions: Mapping[str, NDArray[Any]]) -> None:
-        """Rebuild a sequence's selected cache from the full cache, with the entries at the saved positions."""
         full, length, slots = self._view(lane), self._length[lane], []
         for i in self._layers:
             position = full[f"past_key_values.{i}.position"][:, :length]

@@ -95,7 +95,7 @@ class SessionStore:
 
     @property
     def known(self) -> int:
-        """The number of sessions that were stored and not deleted, lost ones included."""
+        """The number of sessions that were stored and not deleted, including sessions whose state was lost."""
         return len(self._known)
 
     def names(self) -> list[str]:
@@ -117,14 +117,14 @@ class SessionStore:
         return snapshot
 
     def mark(self, name: str) -> bytes | None:
-        """Return bytes that identify a session's stored state, so that `put` can detect a change by another turn."""
+        """Return bytes that identify a session's stored state, by which `put` detects that another turn changed it."""
         check_name(name)
         if self._folder is not None:
             return _read_mark(name, self._path(name))
         return self._loaded[name][0] if name in self._loaded else None
 
     def put(self, name: str, snapshot: Snapshot, expected: bytes | None = ANY) -> None:
-        """Store a session's (conversation's) new state. If that fails, the session keeps its earlier state."""
+        """Store a conversation's new state. If storing fails, the session keeps its earlier state."""
         check_name(name)
         if self._folder is None:
             self._check_mark(name, expected)
@@ -255,8 +255,8 @@ def next_turn(
 ) -> tuple[NDArray[np.int64], PromptImages | None] | None:
     """Return the token ids and encoded images that a conversation adds to a snapshot, or None.
 
-    The ids are those after the snapshot's last token: the end of its answer, and all later messages. The result is None
-    if the conversation begins with another text or other images, and without a chat template or tokenizer.
+    The ids follow the snapshot's last token: the end of the model's answer, and all later messages. The result is None
+    if the conversation does not begin like the snapshot, or if there is no chat template or tokenizer.
     """
     added = next_turn_and_text(engine, snapshot, messages, tools, check, **variables)
     return None if added is None else added[:2]
@@ -292,11 +292,12 @@ def next_turn_and_text(
 def pins_after(
     snapshot: Snapshot, ids: NDArray[np.int64], whole: NDArray[np.int64], pins: Iterable[tuple[int, int]]
 ) -> Pins | None:
-    """Return the ranges of `ids`, which continue a snapshot, that a conversation pins; None if the snapshot cannot.
+    """Return the pinned ranges of `ids`, which continue a snapshot; None if the snapshot has other pinned tokens.
 
-    A snapshot cannot be continued if it has other pinned tokens than the conversation: tokens that were not pinned when
-    they were read may be merged already. `pins` are ranges of `whole`, the ids of the conversation as one text, which
-    may differ within answers: a model may write a text in other tokens than the tokenizer.
+    Pinned tokens are never evicted from the KV cache. A snapshot with other pinned tokens cannot be continued, because
+    a token that was not pinned when it was read may be merged already. `pins` are ranges of `whole`, the ids of the
+    whole conversation as the tokenizer encodes it. Within answers they may differ from the snapshot's ids, because a
+    model may write a text in other tokens than the tokenizer.
     """
     sequence, seen = np.concatenate([snapshot.ids, ids]), len(snapshot.ids)
     begins, ends = _alike(sequence, whole), len(whole) - _alike(sequence[::-1], whole[::-1])
@@ -313,7 +314,6 @@ def pins_after(
 
 
 def _alike(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
-    """Return how many first numbers of two sequences are equal."""
     n = min(len(a), len(b))
     other = np.flatnonzero(a[:n] != b[:n])
     return int(other[0]) if other.size else n
@@ -401,7 +401,7 @@ def _open_lock(path: Path) -> int:
 
 
 def _claimed(folder: Path, shared: bool) -> int:
-    """Lock the folder of sessions for this process, or for all that share it (`shared`); return the lock file."""
+    """Lock the session folder for this process, or (`shared`) for all processes that share it; return the lock file."""
     number = _open_lock(folder / ".servers")
     try:
         fcntl.flock(number, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)

@@ -179,7 +179,6 @@ def damaged(problem: str) -> SnapshotError:
 
 
 def _read_header(data: memoryview) -> tuple[dict[str, Any], memoryview]:
-    """Return the header of a serialized snapshot, checked against its digest, and the bytes after it."""
     if len(data) < _FIXED.size:
         raise damaged(f"it has {len(data)} bytes, its beginning alone has {_FIXED.size}")
     magic, version, size, digest = _FIXED.unpack_from(data)
@@ -223,7 +222,6 @@ def _read_tensors(entries: Any, data: memoryview) -> dict[str, NDArray[Any]]:
 
 
 def _check(snapshot: Snapshot, manifest: Manifest) -> None:
-    """Check that shapes and types fit the cache plan, counters the occupied slots, and token ids the vocabulary."""
     plan, ids, counters = manifest.cache, snapshot.ids, snapshot.counters
     if ids.dtype != np.int64 or ids.ndim != 1 or not 0 <= counters.length <= len(ids):
         raise damaged(f"{counters.length} tokens seen of ids {ids.dtype} {list(ids.shape)}")
@@ -247,7 +245,7 @@ def _check(snapshot: Snapshot, manifest: Manifest) -> None:
 
 
 def _check_selections(snapshot: Snapshot, manifest: Manifest) -> dict[str, None]:
-    """Check the positions of selected entries (`cache.periodic`), and return the names of their tensors."""
+    """Check the positions of the selected cache entries (`cache.periodic`); return the names of their tensors."""
     most = manifest.recipe.cache.periodic.slots
     layers = {f"past_key_values.{i}.{READ}": layer for i, layer in enumerate(manifest.cache.caches)}
     if most is None or not layers.keys() & snapshot.state.keys():

@@ -137,7 +137,6 @@ def read_at(entry: TensorEntry, rows: range) -> bytes:
 
 
 def byte_rows(entry: TensorEntry, rows: range) -> np.ndarray[Any, Any]:
-    """Return rows of a tensor as uint8 [rows, bytes of a row]."""
     return np.frombuffer(read_at(entry, rows), np.uint8).reshape(len(rows), -1)
 
 

@@ -90,9 +90,9 @@ def read_adapter(folder: Path, setting: str) -> AdapterFiles:
 
 
 def matching_name(module: str, names: Iterable[str]) -> str | None:
-    """Return the model's module, one of `names`, that an adapter's module name means; None without a unique match.
+    """Return the model's module, one of `names`, that a LoRA adapter's module name means; None if it is not clear.
 
-    The prefix of a module's name may differ: it depends on whether the checkpoint is of a wrapper, a text model or a
+    The prefixes of the two names may differ: they depend on whether a checkpoint is of a wrapper, a text model or a
     base model.
     """
     names = list(names)

@@ -49,7 +49,7 @@ class Shard:
 
 
 def list_shards(path: Path) -> dict[str, frozenset[str] | None]:
-    """Return the tensors that each safetensors shard of a checkpoint contributes, by file name; None means all."""
+    """Return, by file name, the tensors that a checkpoint takes from each safetensors shard; None means all tensors."""
     for name in ("model.safetensors", INDEX):
         if is_present(path / name):
             return {name: None} if name != INDEX else _read_index(path / name)
@@ -160,7 +160,6 @@ def _read_header(file: Path, header: bytes) -> tuple[dict[str, TensorEntry], int
 
 
 def _parse_info(file: Path, name: str, info: object) -> tuple[str, tuple[int, ...], int, int]:
-    """Return (dtype, shape, begin, end) of a tensor in a header; begin and end are bytes from the end of the header."""
     where, again = f"tensor {name!r} in {file}", f"download {file.name} again"
     if not isinstance(info, dict):
         raise UsageError(
@@ -228,7 +227,7 @@ def refuse_link(file: Path) -> None:
 
 
 def is_present(file: Path) -> bool:
-    """Return whether a path is a file or a dangling link. A broken download leaves dangling links."""
+    """Return whether a path is a file or a dangling link, which a broken download leaves."""
     return file.exists() or file.is_symlink()
 
 
@@ -268,6 +267,6 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def some_names(names: Iterable[str]) -> str:
-    """Return the first three names, escaped since they may come from a downloaded file, and how many more there are."""
+    """Return the first three names and how many more there are; names from downloaded files are escaped."""
     shown = [repr(name) for name in sorted(names)]
     return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "") or "nothing"

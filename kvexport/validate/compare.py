@@ -61,14 +61,14 @@ WHOLE = {
 
 
 def tolerance_of(table: Mapping[str, Tolerance], *types: str) -> Tolerance:
-    """Return a tolerance that suits several data types: each field is the largest of the types' entries in `table`."""
+    """Return a tolerance for several data types at once: each field is the largest of the types' fields in `table`."""
     tolerances = [table[name] for name in types]
     return Tolerance(*(max(getattr(x, field.name) for x in tolerances) for field in fields(Tolerance)))
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference between two versions of a state tensor, with its tolerance and its place."""
+    """The largest difference between two versions of a state tensor, with the allowed tolerance and where it occurs."""
 
     tensor: str
     difference: float  # size of the difference
@@ -118,7 +118,7 @@ def heads_of(layer: LayerCache, state: Sequence[Array]) -> list[list[Array]]:
 def named_views(layer: LayerCache, views: Sequence[Array]) -> dict[str, Array]:
     """Return views [B, H, C, ...] of a layer's state tensors by name (keys, values, votes, ...).
 
-    Keys and values of an int8 or int4 KV cache are dequantized to float32, so their scales are left out.
+    Keys and values of an int8 or int4 KV cache are dequantized to float32, so the result has no scales.
     """
     named = {tensor.name: x for tensor, x in zip(layer.state, views, strict=True)}
     if layer.dtype in SMALL:
@@ -137,8 +137,8 @@ def state_difference(
 ) -> Difference | None:
     """Return the first difference between two states of a layer's KV cache that exceeds its tolerance, or None.
 
-    Positions must be equal. The tolerance of a key or value is relative to its norm (as a vector), that of votes and
-    scores is relative to the expected number.
+    Positions must be equal. Tolerances of keys and values are relative to the norm of the vector; tolerances of votes
+    and scores are relative to the expected number.
     """
     parts = zip(named_heads(layer, actual), named_heads(layer, expected), strict=True)
     for first, (own, other) in enumerate(parts):

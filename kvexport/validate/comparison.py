@@ -103,7 +103,7 @@ class Comparison:
                     self.locked.state[name][lane] = x[0]
 
     def encode(self, picture: Picture, arguments: Mapping[str, Any]) -> None:
-        """Compare the engine's rows of a picture with float64, and let the first sequence begin with the picture."""
+        """Compare the engine's encoding of a picture with float64, and put the picture at the start of sequence 0."""
         rows = self.reference.image_rows(arguments)
         with in_float64():
             exact = self.reference.image_rows(arguments)
@@ -159,7 +159,7 @@ class Comparison:
         self.result.steps.append({"step": len(self.result.steps), "phase": phase, "tokens": seen, "largest": largest})
 
     def merged(self, feed: Arrays, present: Arrays, first: int) -> None:
-        """Compare one merge of batch lanes from `first` on with PyTorch's merge: KV head by KV head, and in place."""
+        """Compare one merge (compression of KV caches) of lanes from `first` on with PyTorch's, per KV head."""
         past = {name: np.ascontiguousarray(feed[name]) for name, _, layer, _ in self.plan.state_names() if layer.merges}
         with self.runners.merge:
             in_all: Arrays = self.runners.merge.infer(OrderedDict(with_slots(self.plan, self.engine.plan, past)))
@@ -199,7 +199,7 @@ class Comparison:
         return outputs
 
     def _with_used_slots(self, phase: str, outputs: Arrays) -> Arrays:
-        """Cut the engine's KV caches to the slots of the reference; note a mismatch if later slots are not empty."""
+        """Cut the engine's KV caches to the reference's slots; note a mismatch if later slots are not empty."""
         if self.plan == self.engine.plan:
             return outputs
         if has_beyond(self.engine.plan, self.plan, outputs):
@@ -325,7 +325,7 @@ class Comparison:
 
 
 class LockedBackend(LaneState):
-    """A run of the PyTorch reference whose calls and merges are passed to a comparison with the engine."""
+    """A run of the PyTorch reference that also hands each of its calls and merges to a comparison with the engine."""
 
     whole = False
 
@@ -379,13 +379,11 @@ def _keep(largest: dict[str, float], kind: str, sizes: NDArray[Any]) -> None:
 
 
 def _real(feed: Arrays) -> NDArray[Any]:
-    """Return a mask [B, T] bool of a decoder call's tokens: True for tokens, False for padding."""
     real: NDArray[Any] = np.arange(feed["input_ids"].shape[1]) < feed["query_length"]
     return real
 
 
 def _are_largest(top: TopLogits | None, logits: NDArray[np.float32]) -> bool:
-    """Return whether `top` has the n largest of `logits` [vocabulary], and the right sum of exponentials."""
     if top is None or not 0 <= top.ids.min() <= top.ids.max() < logits.size:
         return False
     largest = -np.sort(-logits)[: top.ids.size]

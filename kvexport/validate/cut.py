@@ -25,9 +25,9 @@ STATE_INPUT = "past_key_values."
 def layer_borders(graph: onnx.GraphProto) -> dict[int, str]:
     """Return, for layers 1, 2, ..., the name of the only tensor of the ONNX graph that leads into the layer.
 
-    All later nodes depend on the tokens only through this tensor and state tensors. Of several such tensors it is the
-    last one before the layer's attention; in decoders with residuals it is the residual stream. A layer without such a
-    tensor has no border.
+    All later nodes depend on the tokens only through this tensor and state tensors. If there are several such tensors,
+    the last one before the layer's attention is taken; in decoders with residuals it is the residual stream. A layer
+    without such a tensor is missing in the result.
     """
     last_use = {name: i for i, node in enumerate(graph.node) for name in node.input}
     hidden: set[str] = set()  # tensors that depend on the values of the tokens, not only on their number

@@ -20,9 +20,9 @@ def kl(p_logits: Row, q_logits: Row) -> float:
 
 
 def compared_positions(rows: list[dict[int, Row]], budgets: list[int]) -> list[list[int]]:
-    """Return the positions of each sequence at which logits are compared: those past the smallest cache budget.
+    """Return the positions of each sequence at which logits are compared: those after more tokens than any budget.
 
-    If no sequence is longer than that budget, all positions with logits are returned.
+    If no sequence is longer than the smallest budget, all positions with logits are returned.
     """
     start = min(budgets)
     past = [[p for p in sorted(of) if p >= start] for of in rows]
@@ -44,7 +44,7 @@ def mean_kl_at(positions: list[list[int]], own: list[dict[int, Row]], full: list
 
 
 def loss(logits: Row, token: int) -> float:
-    """Return -ln p of a token in nats, given the logits that predict it."""
+    """Return the negative log probability of a token in nats, given the logits that predict it."""
     row = logits.astype(np.float64) - logits.max()
     return float(np.log(np.exp(row).sum()) - row[token])
 

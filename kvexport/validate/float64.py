@@ -50,7 +50,7 @@ class _Float64(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _wide(x: Any) -> Any:
     """Return an operator's argument with tensors of narrow types in float64; lists and tuples element by element.
 
-    PyTorch's own `tree_map` would take half the time of the whole operation for this.
+    PyTorch's own `tree_map` would take half the time of the whole operation.
     """
     if isinstance(x, Tensor):
         return x.double() if x.dtype in NARROW else x

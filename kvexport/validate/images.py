@@ -1,4 +1,4 @@
-"""The picture with which a validation's first sequence begins, and its rows by the engine and by PyTorch."""
+"""The picture at the start of a validation's first sequence, and its embeddings by the engine and by PyTorch."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Picture(NamedTuple):
         return self._replace(images=replace(self.images, rows=rows))
 
     def borders(self, chunk: int) -> list[int]:
-        """Return where the calls end that read the first tokens of the picture."""
+        """Return the positions at which the calls that read the picture's first tokens end."""
         return chunk_borders(self.places, self.images, 0, chunk)
 
     def call(self, tokens: list[Ids], begin: int) -> CallImages | None:
-        """Return the rows of a decoder call whose tokens of the first sequence begin at position `begin`."""
+        """Return the picture's embeddings for a call at position `begin` of the first sequence; None without any."""
         places = [np.zeros(len(ids), np.int64) for ids in tokens]
         part = self.places[begin : begin + len(tokens[0])]
         places[0][: len(part)] = part
         return call_images([(own, None if lane else self.images) for lane, own in enumerate(places)])
 
     def arguments(self, checkpoint: Any, config: Any) -> dict[str, torch.Tensor]:
-        """Return the arguments by which the model of transformers reads the picture, made by the model's processor."""
+        """Return the arguments with which the transformers model reads the picture, made by the model's processor."""
         prepared = prepare(read_processor(checkpoint.path, config), self.image)
         names = [name for name in ("pixel_values", "image_sizes", "image_grid_thw") if name in prepared]
         return {name: torch.from_numpy(np.asarray(prepared[name])) for name in names}

@@ -40,7 +40,7 @@ MAGNIFIED = 10.0  # allowed difference of rows after a merge, as a multiple of t
 
 
 class Merge(NamedTuple):
-    """One recorded merge (compression) of KV caches: the state before and after it."""
+    """One recorded merge (compression of KV caches): the state before and the state after."""
 
     first: int  # first merged lane
     past: Arrays  # state of the merged lanes before the merge, by the input names of merge.onnx
@@ -55,7 +55,7 @@ class Merge(NamedTuple):
 
 
 class Parting(NamedTuple):
-    """A call in which the engine and PyTorch select different entries of a lane's KV cache to evict."""
+    """A call in which the engine and PyTorch evict different entries from the KV cache of one sequence."""
 
     lane: int
     own: list[Merge]  # engine's merges of the lane in this call
@@ -142,7 +142,7 @@ class IndependentRun:
         return {name: x for name, x in self._state.lane_states(lane, lane + 1).items() if name in names}
 
     def _selected_otherwise(self, own: list[Merge], expected: list[Merge]) -> list[int]:
-        """Return the KV caches in which engine and PyTorch evicted different entries or chose different targets."""
+        """Return the KV caches in which engine and PyTorch evicted different entries or merged into different slots."""
         layers = [(i, layer) for i, layer in enumerate(self._plan.caches) if layer.merges]
         if len(own) != len(expected):
             return [i for i, _ in layers]
@@ -150,7 +150,7 @@ class IndependentRun:
         return [i for i, layer in layers if not all(self._merged_alike(i, layer, a, b) for a, b in pairs)]
 
     def _merged_alike(self, i: int, layer: LayerCache, own: Merge, expected: Merge) -> bool:
-        """Return whether engine and PyTorch merged a lane's KV cache i in the same way, each from its own state."""
+        """Return whether engine and PyTorch compressed KV cache i in the same way, each from its own state."""
         before, after = ([run.past for run in (own, expected)], [run.present for run in (own, expected)])
         positions, votes = ([state[layer.state[n].present(i)] for state in after] for n in (4, 2))
         if not (np.array_equal(positions[0], positions[1]) and np.allclose(votes[0], votes[1], rtol=SAME_VOTES)):
@@ -190,7 +190,6 @@ class IndependentRun:
 
 
 def _row_differences(own: Arrays, expected: Arrays) -> NDArray[np.float64]:
-    """Return the largest difference of a key or value of each KV head [lanes, H], relative to the row's norm."""
     largest: list[NDArray[Any]] = []
     for name in ("key", "value"):
         a, b = (x[name].astype(np.float64) for x in (own, expected))

@@ -82,7 +82,6 @@ def require_checkpoint(checkpoint: Any, manifest: Manifest, path: Path) -> None:
 
 
 def _shorten_checkpoint(source: Any, folder: Path, total: int, count: int) -> None:
-    """Write a checkpoint whose config has only `count` layers; its weight files are links to those of `source`."""
     from transformers import AutoConfig
 
     from kvexport.export.vision import PROCESSOR_FILES

@@ -58,7 +58,7 @@ class Flip:
 
     @property
     def right(self) -> bool:
-        """Whether rounding errors of float32 explain that the engine evicted other KV-cache entries than PyTorch."""
+        """Whether float32 rounding explains that the engine evicted other KV-cache entries than PyTorch."""
         return self.roundings is not None
 
 
@@ -120,9 +120,10 @@ def _explained(
     reference: Arrays,
     tolerance: Tolerance,
 ) -> float | None:
-    """Return how many float32 roundings explain that the engine merged a KV head otherwise than PyTorch; None if none.
+    """Return how large a rounding error explains a KV head that the engine merged unlike PyTorch; None if none does.
 
-    The number is the size of the random errors with which PyTorch, in float64, merges the KV head as the engine did.
+    The result, in roundings of float32, is the size of the random errors with which PyTorch in float64 merges the KV
+    head as the engine did.
     """
     head = difference.head or 0
 
@@ -149,7 +150,6 @@ def _explained(
 def _draws(
     attributes: MergeCacheAttributes, before: Sequence[torch.Tensor], roundings: float, count: int
 ) -> Iterator[list[NDArray[Any]]]:
-    """Yield `count` merges of one KV head [1, 1, ...] in float64, each with its own random errors."""
     at_once = max(1, SLOTS_AT_ONCE // before[2].shape[2])
     for first in range(0, count, at_once):
         lanes = [x.expand(min(at_once, count - first), *x.shape[1:]).contiguous() for x in before]

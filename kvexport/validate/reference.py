@@ -73,7 +73,7 @@ class _Eager:
 
 
 class TorchReference:
-    """PyTorch versions of the exported decoder and merge graphs, over numpy arrays with the ONNX graphs' names."""
+    """PyTorch versions of the exported decoder and merge graphs, with the ONNX graphs' input and output names."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class TorchReference:
 
     @torch.no_grad()
     def image_rows(self, arguments: Mapping[str, Tensor]) -> NDArray[Any]:
-        """Return the rows [n, hidden] that stand for an image, given as the arguments of its processor's arrays."""
+        """Return the embeddings [n, hidden] of an image, which is given as the arrays of its processor."""
         rows: NDArray[Any] = features_of(self.model, **arguments).numpy()
         return rows
 
@@ -184,7 +184,7 @@ class TorchReference:
 
     @torch.no_grad()
     def merge(self, feed: Mapping[str, NDArray[Any]]) -> Arrays:
-        """Compute the merge of KV caches in PyTorch, with the inputs and outputs of merge.onnx."""
+        """Compress KV caches in PyTorch, with the inputs and outputs of the ONNX graph merge.onnx."""
         present = {}
         for i, layer in enumerate(self.plan.caches):
             if layer.merges:
@@ -236,7 +236,8 @@ def full_logits(
 ) -> list[dict[int, NDArray[np.float32]]]:
     """Return the logits [vocabulary] of the uncompressed Hugging Face model at given positions of each sequence.
 
-    The model runs with its own attention and KV cache. `images` are its arguments for images in the first sequence.
+    The model runs with its own attention and KV cache. `images` has the model's arguments for images in the first
+    sequence.
     """
     with quiet_exporter():
         model = _load_attending(checkpoint, recipe)
@@ -260,7 +261,6 @@ def full_logits(
 
 
 def _load_attending(checkpoint: Checkpoint, recipe: Any) -> Any:
-    """Load the Hugging Face model with transformers' attention: sdpa in float32 if supported, otherwise eager."""
     if recipe.model.dtype == "float32":
         try:
             return load_model(checkpoint, recipe, "sdpa")

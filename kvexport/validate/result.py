@@ -52,8 +52,8 @@ class Quantiles:
 def level_of(count: int) -> float:
     """Return which quantile of `count` rounding errors the validation checks.
 
-    This is the 99th percentile of 1,000 errors or more. For fewer errors it is lower, so that `ABOVE` errors exceed it,
-    but at least the median.
+    For 1,000 errors or more the quantile is the 99th percentile. For fewer errors it is lower, so that `ABOVE` errors
+    exceed it, but at least the median.
     """
     return max(0.5, min(0.99, 1.0 - ABOVE / max(count, 1)))
 
@@ -68,7 +68,7 @@ def quantiles_of(errors: NDArray[Any]) -> Quantiles:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Rounding errors against float64 over the model's full depth, of the engine and of PyTorch from the same state."""
+    """Rounding errors of engine and PyTorch against float64, from the same state, through all layers of the model."""
 
     phase: str  # "prefill" or "decode"
     tensor: str
@@ -205,13 +205,13 @@ class ValidationResult:
 
     @property
     def losses_of_text(self) -> tuple[float, float] | None:
-        """The mean losses of the next token of text, with the full KV cache and with the engine; None without text."""
+        """The mean loss per token of text, with the full KV cache and with the engine's; None without text."""
         pairs = [pair for pair in self._rows(self.losses, "text") if pair is not None]
         return (float(np.mean([x[0] for x in pairs])), float(np.mean([x[1] for x in pairs]))) if pairs else None
 
     @property
     def warning(self) -> str:
-        """Advice if the engine predicts text much worse than the full cache, though it may be right; else ""."""
+        """A warning if the engine predicts text much worse than the full cache while computing correctly; else ""."""
         full, engine = self.losses_of_text or (0.0, 0.0)
         if engine <= full + FAR:
             return ""

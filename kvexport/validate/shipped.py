@@ -1,7 +1,7 @@
-"""Greedy answers of an engine on a GPU as it is shipped: with CUDA graphs, and with steps ahead of the host.
+"""Greedy answers of an engine on a GPU with CUDA graphs and with calls that start before the last one is read.
 
-The engine that is compared with PyTorch runs without CUDA graphs, and reads every token before the next step begins.
-Both run the same kernels, so their tokens must be equal.
+Deployed engines run in this way. The engine that is compared with PyTorch runs without CUDA graphs, and reads every
+token before the next step begins. Both run the same kernels, so their tokens must be equal.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ COPIES = 10  # copies of a state: two runs of PyTorch and three of the engine, e
 def later_calls(limits: Limits, merge_prompts: str) -> list[int]:
     """Return the number of tokens in each decoder call that follows the prompt of a validation sequence.
 
-    A call of one token is a decode call, and a call of more tokens reads the prompt of a later turn.
+    A call of one token decodes, and a call of more tokens reads a later prompt of the same conversation.
     """
     steps = MERGES * limits.merge_every + 4
     if merge_prompts == "chunks" or steps <= MOST_STEPS:
@@ -61,8 +61,8 @@ def sequences(
     """Return the token ids of every validation sequence, and the kind of each, "text" or "random".
 
     The longest sequence comes first; the others are 2/3, 1/2, ... as long. Text and random tokens alternate if the
-    artifact's tokenizer decodes an encoded text to the same text; otherwise all tokens are random. The longest sequence
-    begins with the tokens `image` of a picture, which then begin its kind (IMAGE), if they have room in its prompt.
+    artifact's tokenizer decodes an encoded text to the same text; otherwise all tokens are random. If the tokens
+    `image` of a picture have room, the prompt of the longest sequence begins with them, and its kind with IMAGE.
     """
     limits = engine.manifest.limits
     batch = default_batch(engine.plan, limits) if batch is None else batch

@@ -190,7 +190,6 @@ def _threads() -> int:
 
 
 def _require_room(path: Path, manifest: Manifest) -> None:
-    """Check that the GPU has room for the weights and the KV cache of one sequence, and warn of float32 weights."""
     from kvexport.plan.planner import state_bytes
     from kvexport.units import format_bytes
 
@@ -257,7 +256,7 @@ def _packed_row(library: Native) -> str:
 def _layouts(manifest: Manifest, device: str) -> dict[str, str]:
     """Return how this machine's kernels arrange packed (quantized) weights in memory, by weight format.
 
-    A group (inputs that share a scale) of more than `LARGEST_GROUP` inputs is a whole row of the weight.
+    A scale shared by more than `LARGEST_GROUP` inputs belongs to a whole row of the weight.
     """
     path = native.library("cpu")
     if device != "cpu" or path is None:

@@ -75,7 +75,7 @@ class SmallTensors:
         self.arrays = self._views(self._host_piece)
 
     def of_lanes(self, count: int) -> SmallTensors:
-        """Return the part of a call's small tensors [lanes, ...] for the first `count` lanes, in the same memory."""
+        """Return views of a call's small tensors [lanes, ...] for the first `count` lanes."""
         part = copy(self)
         part._tensors = {name: ((count, *shape[1:]), dtype) for name, (shape, dtype) in self._tensors.items()}
         part.arrays = part._views(self._host_piece)
@@ -96,7 +96,7 @@ class SmallTensors:
             (binding.bind_output if output else binding.bind_input)(name, *self.place(name))
 
     def send(self) -> None:
-        """Copy the inputs that the host wrote into `arrays`, such as token ids, to the GPU for the next session run."""
+        """Copy the inputs that the host wrote, such as token ids, to the GPU for the next session run."""
         if self._device_piece is not None:
             self._device_piece.write(self._host_piece)
 
@@ -111,7 +111,7 @@ class SmallTensors:
     def fetch(self) -> dict[str, NDArray[Any]]:
         """Return the outputs of the last session run that the host reads, such as the largest logits, by name.
 
-        On the CPU the next run overwrites them.
+        On the CPU the next run overwrites the returned arrays.
         """
         return self.arrays if self._device_piece is None else self._views(read(self._device_piece))
 
@@ -130,7 +130,6 @@ def in_one_piece(tensors: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -
 
 
 def _laid_out(tensors: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> tuple[dict[str, int], int]:
-    """Return the byte offset of each tensor in a shared allocation (cache-line aligned), and the allocation's bytes."""
     offsets, size = {}, 0
     for name, (shape, dtype) in tensors.items():
         offsets[name] = size

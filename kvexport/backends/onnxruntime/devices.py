@@ -39,7 +39,7 @@ def require_device(device: str) -> None:
 def fix_of(device: str, reasons: list[tuple[str, str]]) -> str:
     """Return what the user can do if ONNX Runtime cannot use a device.
 
-    No package helps on a machine without a GPU driver.
+    On a machine without a GPU driver, installing a package does not help.
     """
     return f"--device cpu, or {A_GPU}" if device == "cuda" and driver_problem() else reasons[0][1]
 
@@ -95,7 +95,7 @@ def old_driver(onnxruntime: Any) -> tuple[str, str] | None:
 
 
 def both_packages() -> str:
-    """Return a clause for error messages if onnxruntime and onnxruntime-gpu are both installed; "" otherwise."""
+    """Return a clause for error messages about onnxruntime and onnxruntime-gpu both being installed; "" otherwise."""
     versions = {name: installed_version(name) for name in SAME_MODULE.values()}
     if not all(versions.values()):
         return ""
@@ -111,7 +111,7 @@ def package_clash() -> tuple[str, str] | None:
 
 
 def module_owner() -> str:
-    """Return the name of the package that the files of the module `onnxruntime` come from; "" if it is unknown."""
+    """Return the package (onnxruntime or onnxruntime-gpu) that the module `onnxruntime` comes from; "" if unknown."""
     try:
         from onnxruntime.capi.build_and_package_info import package_name
     except Exception:  # compiled modules may raise any exception, and older releases have no such file
@@ -201,7 +201,7 @@ def gpu_memory() -> tuple[int, int]:
 
 
 def use_first_gpu() -> None:
-    """Make the first GPU current for this thread's driver calls, in the CUDA context that ONNX Runtime uses."""
+    """Select the first GPU for driver calls of this thread, in the CUDA context that ONNX Runtime uses."""
     drive("cuCtxSetCurrent", _first_context())
 
 

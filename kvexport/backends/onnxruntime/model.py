@@ -30,7 +30,7 @@ _NO_ROWS = range(0)
 
 
 class _BoundCall(NamedTuple):
-    """An ONNX Runtime session whose inputs and outputs are bound to some batch lanes of the model state."""
+    """An ONNX Runtime session whose inputs and outputs are bound to the KV caches of some batch lanes."""
 
     session: Any
     binding: Any  # ONNX Runtime binding
@@ -44,7 +44,7 @@ class _BoundCall(NamedTuple):
 class OnnxRuntimeState(ModelState):
     """KV caches of a fixed number of batch lanes, and the ONNX Runtime sessions that advance them.
 
-    On the CPU, `state` and `past_length` are numpy arrays.
+    On the CPU, `state` and `past_length` are numpy arrays; on a GPU, device arrays.
     """
 
     def __init__(self, model: Sessions, plan: CachePlan, lanes: int) -> None:
@@ -274,7 +274,7 @@ class OnnxRuntimeState(ModelState):
         return self._ready(DECODER, key, partial(self._bind_decoder, lanes, tokens, turn, stays, adapted=adapted))
 
     def _ready(self, name: str, key: Hashable, bind: Callable[[], _BoundCall]) -> _BoundCall:
-        """Return the bound session kept under `key`; if needed, make it by `bind` and capture its CUDA graph."""
+        """Return the bound session stored under `key`; the first call makes it and captures its CUDA graph."""
         kept = self._calls[name]
         call = kept.get(key)
         if call is None or call.session is not self._model.session(name):
@@ -295,7 +295,7 @@ class OnnxRuntimeState(ModelState):
         return call
 
     def _capture(self, name: str, call: _BoundCall) -> str:
-        """Let ONNX Runtime capture the CUDA graph of a bound session; return why this failed, or "".
+        """Let ONNX Runtime capture a session's run as a CUDA graph; return why the capture failed, or "".
 
         The capture runs the ONNX graph several times, in place. A captured decoder call has no tokens, so it leaves
         every lane unchanged. A second merge of a merged KV cache changes nothing.
@@ -347,7 +347,10 @@ class OnnxRuntimeState(ModelState):
         return _BoundCall(session, binding, self._model.new_graph(MERGE, is_captured(first, last)))
 
     def _inputs(self, count: int, tokens: int, turn: int) -> SmallTensors:
-        """Return buffers for a decoder call's token ids and lengths. On a GPU, calls of one token share buffers."""
+        """Return buffers for the token ids and lengths of a decoder call.
+
+        On a GPU, calls of one token share buffers.
+        """
         shared = tokens == 1 and self.top_logits is not None
         if shared and (kept := self._step_inputs[turn]) is not None:
             return kept.of_lanes(count)
@@ -386,7 +389,7 @@ class OnnxRuntimeState(ModelState):
 
 
 class LoadedModel(Sessions):
-    """An exported model on ONNX Runtime: its sessions, and the states (KV caches) that they advance."""
+    """An exported model on ONNX Runtime: its sessions, which any number of states (batches of KV caches) share."""
 
     def new_state(self, plan: CachePlan, lanes: int) -> OnnxRuntimeState:
         return OnnxRuntimeState(self, plan, lanes)

@@ -135,7 +135,7 @@ class Sessions:
 
     @property
     def finds_tokens(self) -> bool:
-        """Whether top_logits.onnx, the graph of the largest logits, also returns each row's token of the largest."""
+        """Whether top_logits.onnx, which finds each row's largest logits, also returns the most likely token."""
         return TOP_LOGITS in self._open and any(node.name == "token" for node in self.finder.get_outputs())
 
     def run(self, name: str, binding: Any, graph: int | None, *, wait: bool = True) -> None:

@@ -28,10 +28,10 @@ def open_session(
     float_input: bool = False,
     stream: int | None = None,
 ) -> Any:
-    """Return a session of the graph at `path`; `stream` is a CUDA stream for its runs, None for one of its own.
+    """Open an ONNX Runtime session of the ONNX graph at `path`, which runs in the CUDA stream `stream` if given.
 
-    `model` are the bytes of another graph to run over the weights of the graph at `path`. `float_input` multiplies
-    packed weights with unrounded inputs, and needs the package onnx.
+    `model` has the bytes of another ONNX graph, which then runs with the weights of the graph at `path`. With
+    `float_input`, packed weights multiply unrounded inputs; this needs the package onnx.
     """
     import onnxruntime as ort
 
@@ -85,7 +85,7 @@ def open_session(
 
 
 def require_interface(session: Any, path: Path, plan: CachePlan, others: Mapping[str, tuple[int, ...] | None]) -> None:
-    """Check that an ONNX graph takes and returns exactly the state tensors of the cache plan, in their shapes.
+    """Check that an ONNX graph takes and returns exactly the state tensors of the cache plan, in the planned shapes.
 
     Buffers of the plan's size are bound to the ONNX graph, so a graph with other shapes would write beyond them.
     """
@@ -111,7 +111,6 @@ def require_interface(session: Any, path: Path, plan: CachePlan, others: Mapping
 
 
 def _with_float_input(model: bytes) -> bytes | None:
-    """Return an ONNX graph whose packed weights multiply unrounded inputs; None if it has no packed weights."""
     import onnx
 
     proto = onnx.ModelProto.FromString(model)

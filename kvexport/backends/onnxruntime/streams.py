@@ -25,9 +25,9 @@ class HostStream:
 
 
 class CudaStream(HostStream):
-    """A CUDA stream whose runs are enqueued and execute one after another.
+    """A CUDA stream: runs are enqueued and execute one after another.
 
-    The stream stays until the process ends, because ONNX Runtime sessions need it until they end.
+    The stream exists until the process ends, because ONNX Runtime sessions may use it until they are closed.
     """
 
     def __init__(self) -> None:
@@ -68,5 +68,5 @@ def _nothing() -> None:
 
 
 def new_stream(device: str) -> HostStream:
-    """Return the CUDA stream of a model's sessions, or an object that waits for nothing if there is no GPU."""
+    """Return the CUDA stream for a model's sessions; without a GPU an object whose waits return at once."""
     return CudaStream() if device == "cuda" and not devices.driver_problem() else HostStream()

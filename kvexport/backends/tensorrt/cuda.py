@@ -91,7 +91,7 @@ class Cuda:
     def capture(self, enqueue: Callable[[], None], stream: Any) -> Any:
         """Capture the work that `enqueue` puts into `stream`, and return a CUDA graph that is ready to launch.
 
-        The work itself does not run.
+        Capturing does not run the work.
         """
         self.call("cudaStreamBeginCapture", stream, self.api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
         try:
@@ -121,7 +121,7 @@ class Replay:
         self._calls = 0
 
     def __call__(self, enqueue: Callable[[], None]) -> None:
-        """Run the work directly or as a CUDA graph; `enqueue` must put the same work into the stream each time."""
+        """Run the work directly or as a CUDA graph; `enqueue` must put the same work into the stream at every call."""
         if self._calls == 1:
             try:
                 self._graph = self._cuda.capture(enqueue, self._stream)
@@ -162,7 +162,10 @@ class Arena:
         return [*self._layout]
 
     def array(self, name: str, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
-        """Return the host copy of a GPU tensor as an array; with a smaller `shape`, only its first elements."""
+        """Return the host copy of a GPU tensor as an array.
+
+        With a smaller `shape` the array has only the first elements.
+        """
         assert self.host is not None
         offset, full, dtype = self._layout[name]
         shape = full if shape is None else shape

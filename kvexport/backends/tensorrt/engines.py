@@ -71,7 +71,7 @@ def single_profile(limits: Limits, count: int) -> int:
 class EngineBuilder:
     """A builder of TensorRT engines for this machine's GPU, with kvexport's plugins if the recipe asks for them.
 
-    A build creates it before all other work, so that missing requirements are reported at once.
+    A build creates the builder before all other work, so that missing requirements are reported at once.
     """
 
     def __init__(self, options: TensorRTSection) -> None:
@@ -92,7 +92,7 @@ class EngineBuilder:
     def add_engines(
         self, folder: Path, manifest: Manifest, progress: Callable[[str, int | None], Progress]
     ) -> Manifest:
-        """Build TensorRT engines from a staged artifact's ONNX graphs; return the manifest with their record."""
+        """Build TensorRT engines from the ONNX graphs in `folder`; return the manifest with an entry about them."""
         state, vocabulary = manifest.cache, manifest.model.vocabulary
         weights = [*folder.glob("*.weights")]
         require_build_memory(sum(file.stat().st_size for file in weights))
@@ -126,7 +126,7 @@ class EngineBuilder:
         return replace(manifest, operators=operators, engines={**manifest.engines, NAME: record.to_json()})
 
     def _converted(self, folder: Path, manifest: Manifest) -> list[tuple[str, str, Any, dict[str, str]]]:
-        """Return every ONNX graph for TensorRT's parser: kind, file, graph, and why nodes are not plugins.
+        """Convert every ONNX graph for TensorRT's parser; return kind, file, graph, and why nodes are no plugins.
 
         All graphs are converted and checked before the first engine is built, because a build takes minutes.
         """

@@ -47,7 +47,7 @@ def import_tensorrt() -> Any:
 def import_runtime(*, version_compatible: bool) -> Any:
     """Import and return a Python module that can open TensorRT plans.
 
-    This is tensorrt, or tensorrt_lean if tensorrt cannot be imported and the plan is version-compatible.
+    The module is tensorrt, or tensorrt_lean if tensorrt cannot be imported and the plan is version-compatible.
     """
     try:
         return _import("tensorrt")

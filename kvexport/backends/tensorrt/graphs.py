@@ -78,8 +78,8 @@ def _plugin_node(node: onnx.NodeProto) -> onnx.NodeProto:
 def with_static_rows(function: onnx.FunctionProto) -> onnx.FunctionProto:
     """Return MergeCache's ONNX function (compression of KV caches) with a fixed number of evicted slots per KV head.
 
-    The fixed number is the most slots that a merge may have to evict. If fewer slots are over the budget, the remaining
-    ones are empty slots. The result is therefore the same, but no tensor's shape depends on values.
+    The fixed number is the most slots that a merge ever evicts. If fewer slots are over the budget, empty slots fill up
+    the number. The result stays the same, but no tensor's shape depends on values.
     """
     import onnx
 

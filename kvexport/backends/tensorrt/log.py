@@ -15,7 +15,7 @@ STEPS = 1000  # the number to which a progress bar of a build counts
 def make_log(trt: Any) -> Any:
     """Return a `tensorrt.ILogger` that collects TensorRT's messages in lists.
 
-    Its attribute `lines` has all messages that are not verbose, its attribute `errors` only the errors.
+    The attribute `lines` of the result has all messages that are not verbose, and `errors` only the errors.
     """
     severities = trt.ILogger.Severity
 

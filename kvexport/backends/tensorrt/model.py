@@ -198,7 +198,7 @@ class TensorRTState(ModelState):
         self.past_length[target] = self.past_length[source]
 
     def view(self, lane: int) -> None:
-        """Return None: the state is on the GPU, so host memory has no view of it."""
+        """Return None, because the state is on the GPU and host memory has no view of it."""
 
     def get_state(self) -> dict[str, NDArray[Any]]:
         arrays = {name: np.empty(shape, dtype) for name, (shape, dtype) in self._tensors.items()}
@@ -272,7 +272,7 @@ class Phase:
         return row
 
     def logits(self, count: int, width: int) -> NDArray[np.float32]:
-        """Return the logits [count, 1 or width, vocabulary] of the last decoder call; later calls overwrite them."""
+        """Return the logits [count, 1 or width, vocabulary] of the last decoder call. The next call overwrites them."""
         rows = width if self.backend.engines.all_logits else 1
         logits = self.outputs.array("logits", (count, rows, self.backend.engines.vocabulary))
         self.cuda.copy(logits.ctypes.data, self.outputs.pointer("logits"), logits.nbytes, self.stream)
@@ -288,7 +288,7 @@ class Phase:
     ) -> None:
         """Enqueue a decoder call for n batch lanes; the caller waits for its end before it writes `inputs` again.
 
-        If `input_ids` is another `Phase`, the call's tokens are those of the largest logits of that phase's last call.
+        If `input_ids` is a `Phase`, the tokens are those with the largest logits in that phase's last call.
         """
         leader = input_ids if isinstance(input_ids, Phase) else None
         count, width = query_length.shape if isinstance(input_ids, Phase) else input_ids.shape
@@ -374,8 +374,8 @@ class Call:
 class Merge:
     """The merge engine, which compresses the KV caches of some batch lanes to their budgets of slots.
 
-    It has its own execution context, because the shapes of a context must not change while a CUDA graph uses it. The
-    CUDA graph of a merge (copies and engine run) is kept while the lanes stay the same.
+    The merge engine has its own execution context, because the shapes of a context must not change while a CUDA graph
+    uses it. The CUDA graph of a merge (copies and engine run) is kept while the lanes stay the same.
     """
 
     def __init__(self, backend: TensorRTState) -> None:

@@ -19,9 +19,9 @@ from kvexport.plan.cache import LayerStates
 
 
 def overwritten(manifest: Manifest) -> dict[str, frozenset[str]]:
-    """Return, by engine, the state inputs whose memory the engine may overwrite with its outputs.
+    """Return, for each engine, the state inputs whose memory the engine may overwrite with its outputs.
 
-    These are the KV caches, if one plugin updates each of them. The state of a convolution is not among them: several
+    KV caches may be overwritten if one plugin updates each of them. The state of a convolution may not, because several
     nodes update it, which TensorRT may run in any order.
     """
     plugins = {operator for operator, how in manifest.operators.items() if how == "plugin"}
@@ -66,7 +66,7 @@ class Plans:
 
     @property
     def memory_size(self) -> int:
-        """The bytes of scratch memory that a run needs, for the TensorRT engine that needs most."""
+        """The bytes of scratch memory that a run needs, for the TensorRT engine that needs the most."""
         opened = [engine for engine in (self.decoder, self.merge, self.top_logits) if engine is not None]
         return max(int(engine.device_memory_size_v2) for engine in opened)
 

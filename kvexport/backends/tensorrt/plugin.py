@@ -86,7 +86,7 @@ def refusal(trt: Any, node: Any) -> str | None:
     """Return why kvexport's TensorRT plugin cannot run an ONNX node; None if it can.
 
     The registered creator is asked for a plugin with the fields that TensorRT's parser would derive from the node's
-    attributes. It creates none if the plugin cannot run the node.
+    attributes. The creator returns no plugin if the plugin cannot run the node.
     """
     if node.op_type in CACHE_OPERATORS:
         present = [name.rpartition(".")[2] for name in node.output[node.op_type == "VoteAttention" :]]

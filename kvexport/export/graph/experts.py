@@ -1,7 +1,7 @@
 """The Experts nodes of a traced decoder: kvexport's operator for the experts of a mixture of experts.
 
-An Experts node has a form (`ExpertsForm`): its activation, gate and biases, and the formats of its packed weights. Each
-node gets the inputs that its form has, and the name of the ONNX function of that form.
+The form of an Experts node (`ExpertsForm`) is its activation, gate and biases, and the formats of its packed weights.
+The form decides the inputs of the node, and the ONNX function that the node names.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _packed(
 
 
 def _parts(graph: ir.Graph, value: ir.Value, packing: PackedFormat) -> list[ir.Value]:
-    """Replace the initializer of the experts' weights by tensors of its packed format, such as scales, without data."""
+    """Replace the initializer of experts' weights by the tensors of its packed format, such as scales, without data."""
     assert value.shape is not None and value.name is not None
     experts, outputs, inputs = value.shape.numpy()
     del graph.initializers[value.name]

@@ -76,7 +76,6 @@ def finish_decoder(
     *,
     library: bool,
 ) -> onnx.ModelProto:
-    """Turn a traced decoder into the ONNX graph decoder.onnx of an artifact."""
     expert_forms = finish_experts(model.graph, packings)
     matrices = {name: x for name, x in packings.items() if not is_experts_weight(model.graph, name)}
     renamed = put_packed(model, matrices, lambda a, b: locations[a] == locations[b], library=library)
@@ -110,7 +109,7 @@ def finish_encoder(model: ir.Model, locations: Mapping[str, Location], folder: P
 
 
 def _put_weights(graph: ir.Graph, locations: Mapping[str, Location], renamed: Mapping[str, str], folder: Path) -> None:
-    """Let initializers without data refer to their bytes in weight files, by their names in `renamed` if others."""
+    """Let initializers without data refer to their bytes in weight files; `renamed` has names that differ there."""
     for name, value in graph.initializers.items():
         if value.const_value is None:
             location = locations[renamed.get(name, name)]
@@ -129,8 +128,8 @@ def _put_weights(graph: ir.Graph, locations: Mapping[str, Location], renamed: Ma
 def open_slots(decoder: onnx.ModelProto, plan: CachePlan) -> None:
     """Make the number of KV-cache slots a free dimension of the decoder, so that caches of any size can use one graph.
 
-    All KV heads of each layer must have the same capacity: then only the shapes of inputs and outputs contain the
-    number of slots, and those of views for attention that reads a cache after it was updated.
+    All KV heads of a layer must have the same capacity. Then the number of slots occurs only in the shapes of inputs
+    and outputs, and of views for attention that reads a cache after its update.
     """
     axes = {
         name: x.slot_axis
@@ -152,7 +151,7 @@ def open_slots(decoder: onnx.ModelProto, plan: CachePlan) -> None:
 
 
 def merge_model(plan: CachePlan, method: Method) -> onnx.ModelProto | None:
-    """Return merge.onnx, which merges each KV head's cache down to its budget; None if no layer can exceed it."""
+    """Return merge.onnx, which compresses KV caches to their budgets; None if no cache can exceed its budget."""
     nodes, inputs, outputs = [], [], []
     functions: dict[tuple[str, str], onnx.FunctionProto] = {}
     for i, layer in enumerate(plan.caches):
@@ -183,8 +182,8 @@ def top_logits_model(vocabulary: int) -> onnx.ModelProto:
 
     The input is logits [B, 1, vocabulary] float32. With n the smaller of MOST_LOGITS and `vocabulary`, the outputs are:
     values [B, 1, n] float32, the n largest logits, descending; ids [B, 1, n] int32, their token ids; mass [B, 1, 1]
-    float32, the sum over the row of exp(logit - largest logit); token [B, 1] int64, the lowest id of the largest logit,
-    which may be the decoder's next input. If a row has NaN, `token` is the last id of the vocabulary.
+    float32, the sum over the row of exp(logit - largest logit); token [B, 1] int64, the id of the largest logit (the
+    lowest id among equals), for the decoder's next call. If a row has NaN, `token` is the last id of the vocabulary.
     """
     n = min(MOST_LOGITS, vocabulary)
     nodes = [
@@ -238,7 +237,6 @@ def _set_attributes(node: onnx.NodeProto, overload: str, attributes: dict[str, A
 
 
 def _finish(proto: onnx.ModelProto, functions: list[onnx.FunctionProto]) -> onnx.ModelProto:
-    """Attach functions to an ONNX model, set its versions, and remove the exporter's notes about this machine."""
     proto.ir_version = IR_VERSION
     proto.producer_name, proto.producer_version, proto.doc_string = "kvexport", "", ""
     del proto.opset_import[:]

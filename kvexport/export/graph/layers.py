@@ -1,10 +1,9 @@
 """The decoder layers that compute the same function, found in a forward pass of the model without weights.
 
-Two layers compute the same function if they call the same operations in the same order, with the same numbers and on
-corresponding tensors. Corresponding tensors are parameters with the same name, equal constants, results of
-corresponding operations, the hidden states at the inputs, and tensors that all layers share (position embeddings). A
-difference is therefore found wherever it comes from: the config, a module's type, an attribute, or the index of the
-layer.
+Two layers compute the same function if they call equal operations in equal order, with equal numbers, on corresponding
+tensors. Corresponding tensors are parameters with the same name, equal constants, results of corresponding operations,
+the hidden states at the inputs, and tensors that all layers share (position embeddings). A difference is therefore
+found wherever it comes from: the config, a module's type, an attribute, or the index of the layer.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def find_layers(model: Any, mode: FakeTensorMode) -> Layers | None:
 
 @contextlib.contextmanager
 def wrapped(modules: Mapping[int, nn.Module], call: Callable[..., Any]) -> Iterator[None]:
-    """Let ``call(i, original forward, ...)`` replace the forward method of decoder layer i within this context."""
+    """Within this context, calls of decoder layer i become calls of ``call(i, original forward, ...)``."""
     for i, module in modules.items():
         module.forward = partial(call, i, module.forward)
     try:
@@ -83,7 +82,7 @@ def left_out(model: nn.Module, layers: Layers, numbers: Iterable[int]) -> Iterat
 
 
 class _PassesOn(nn.Module):
-    """A replacement for a decoder layer that is not traced; it returns the hidden state that it receives.
+    """A replacement for a decoder layer that is not traced; the replacement returns its input hidden state.
 
     It has all attributes of the layer but no parameters, because a trace would record parameters as weights.
     """

@@ -62,7 +62,7 @@ def replicate_layers(model: ir.Model, layers: Layers, plan: CachePlan) -> bool:
 
 
 def _find_layers(graph: ir.Graph, prefix: str, plan: CachePlan) -> dict[int, _Layer]:
-    """Return the traced layers between border nodes by number; none if no single hidden state connects them."""
+    """Return the traced layers between border nodes, by number; empty if layers are not joined by one hidden state."""
     borders = {
         tuple(node.attributes[a].as_int() for a in ("layer", "end")): node for node in graph if node.op_type == BORDER
     }
@@ -103,7 +103,6 @@ def _renamed(name: str, i: int, j: int, prefix: str) -> str | None:
 
 
 def _do_the_same(first: _Layer, other: _Layer, prefix: str) -> bool:
-    """Return whether two traced layers compute the same function of hidden state, parameters and cache state."""
     if first is other:
         return True
     pending = [(first.exit.inputs[0], other.exit.inputs[0])]
@@ -196,7 +195,7 @@ def _copy(
 
 
 def _state_order(value: ir.Value, plan: CachePlan) -> tuple[int, int]:
-    """Return the sort key of a graph's input or output: other values first, then cache state by layer."""
+    """Return a sort key for a graph's inputs or outputs: values other than cache state, then cache state by layer."""
     match = re.fullmatch(r"(?:past_key_values|present)\.(\d+)\.(\w+)", str(value.name))
     if not match:
         return (-1, 0)

@@ -51,7 +51,7 @@ def layer_attributes(method: Method, layer: LayerGeometry, value_prefix: int = 0
 
 
 def used_slots(votes: Tensor, heads: int) -> Tensor:
-    """Return the number of occupied slots [B, 1] int64 of a KV head in each lane, from votes [B, S] of all heads.
+    """Return how many slots a KV head occupies in each sequence, [B, 1] int64, from the votes [B, S] of all heads.
 
     Votes are the number of tokens that a KV-cache slot stands for, 0 for an empty slot. All `heads` have equally many
     occupied slots. With `cache.positions: cache` this number is the next token's position.
@@ -67,14 +67,12 @@ torch.library.register_fake("kvexport::layer_border", lambda hidden, *, layer, e
 
 
 def _attention_placeholder(operator: Operator) -> Any:
-    """Return a PyTorch operator that stands for VoteAttention in a trace."""
     inputs = tuple((x.name, x.optional) for x in operator.inputs)
     return _placeholder(inputs, tuple(x.name for x in operator.outputs))
 
 
 @cache
 def _placeholder(inputs: tuple[tuple[str, bool], ...], outputs: tuple[str, ...]) -> Any:
-    """Return a PyTorch operator that becomes an ONNX node in a trace, for the given input and output names."""
     # PyTorch knows one operator of a name, so the name contains those inputs that only some methods have.
     names = [name for name, _ in inputs]
     name = "_".join(["kvexport::vote_attention", *names[len(VOTE_ATTENTION.inputs) :]])
@@ -227,7 +225,7 @@ def trace_decoder(
 
     The VoteAttention nodes have only the number of their layer as an attribute. Initializers have no data;
     `initializer_names` returns their names. If several layers compute the same function, only the first two are traced.
-    All later layers are copies of the first; the second serves to check that a copy is right.
+    All later layers are copies of the first; the second is compared with a copy, to check the copying.
     """
     decoder = _Decoder(model, plan, attributes, last_logits, row_size, bidirectional).eval()
     deep = decoder.image_rows is not None and decoder.image_rows.deep  # the first layers compute another function
@@ -327,7 +325,6 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers: Seq
 
 
 def _reason(error: Exception) -> str:
-    """Return why a trace failed: the first line of the message of the error that caused all others."""
     first: BaseException = error
     while first.__cause__ is not None:
         first = first.__cause__
@@ -365,7 +362,7 @@ def onnx_operator(
     optional: Sequence[str] = (),
     domain: str = DOMAIN,
 ) -> Any:
-    """Return the ONNX operator that a PyTorch placeholder becomes; each input and output may have any type."""
+    """Return the ONNX operator that replaces a PyTorch placeholder; each input and output may have any type."""
     types = {"int": OpSchema.AttrType.INT, "float": OpSchema.AttrType.FLOAT, "str": OpSchema.AttrType.STRING}
     typed = attributes if isinstance(attributes, Mapping) else dict.fromkeys(attributes, "int")
     kinds = ["tensor(float)", "tensor(float16)", "tensor(int32)", "tensor(int64)"]

@@ -47,7 +47,7 @@ class PositionMask:
         self.visible = visible
 
     def __getitem__(self, index: Any) -> PositionMask:
-        """Return the attention mask itself if `index` selects all of its rows, as models of Gemma 4 do."""
+        """Return the attention mask itself if `index` selects all of its rows, as models of Gemma 4 request it."""
         if any(part not in (slice(None), slice(0, None)) for part in index):
             raise TypeError(f"{type(self).__name__} has no part {index}")
         return self
@@ -64,9 +64,9 @@ _attended: ContextVar[set[int]] = ContextVar("attended")  # layers that have att
 
 @contextlib.contextmanager
 def attending(attention: Attending, position: Tensor | None = None) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
-    """Let `attention` compute the attention of models within this context, of tokens at `position` [B, T].
+    """Within this context, let `attention` compute the attention of models, for tokens at `position` [B, T].
 
-    Without `position`, the positions count from 0. The context has the keys and values that layers cached, by layer.
+    Without `position`, the positions count from 0. The yielded dictionary gets each layer's keys and values.
     """
     token, cached, attended = _current.set(attention), _cached.set({}), _attended.set(set())
     placed = _position.set(position)
@@ -90,14 +90,17 @@ def cache_name(model: Any) -> str:
 
 
 class _NoLayers(list[Any]):
-    """The layers of a cache without any. Qwen 4 Exp asks one for the positions of earlier tokens, for its indexers."""
+    """The empty list of layers of a cache.
+
+    Qwen 4 Exp asks a layer for the positions of earlier tokens, for its indexers.
+    """
 
     def __getitem__(self, index: Any) -> Any:
         return SimpleNamespace(indexer_position_ids=None)
 
 
 class PassThroughCache(Cache):
-    """A cache that returns only new keys and values: those of earlier tokens are inputs of the ONNX graph instead."""
+    """A cache that returns only the new keys and values, because keys and values of earlier tokens are graph inputs."""
 
     def __init__(self, model_type: str = "the model") -> None:
         super().__init__(layers=_NoLayers())
@@ -170,7 +173,7 @@ def token_positions(key: Tensor) -> Tensor:
 
 
 def _layers_of(module: nn.Module, key: Tensor) -> tuple[int | None, int | None]:
-    """Return the number of the layer that `module` attends for, and that of another layer whose keys it reads, or None.
+    """Return the number of the attending layer, and of another layer whose keys it reads; None for no such layer.
 
     Layers that share one attention module (Zamba 2) pass their number only to `Cache.update`, so the layer is found by
     the tensor `key` that this method returned. Layers that share keys and values (Gemma 3n, Gemma 4) attend to the keys
@@ -206,7 +209,7 @@ def output_projection(model: Any) -> Any:
 class ImageRows:
     """A hook that replaces the embeddings of some tokens by embeddings that an image encoder computed.
 
-    The numbers of a row after those of the embedding are added to the outputs of the first layers (deepstack).
+    A row may be longer than an embedding: its further numbers are added to the outputs of the first layers (deepstack).
     """
 
     def __init__(self, model: Any, size: int) -> None:

@@ -88,7 +88,7 @@ def expert_layouts(model: nn.Module) -> dict[str, Layout]:
 
 
 def chosen_shares(model: nn.Module) -> dict[str, float]:
-    """Return, by parameter, the share of the experts' weights that a decode step of one sequence reads.
+    """Return, for each parameter of experts, the fraction that a decode step of one sequence reads.
 
     The model must have been probed (`kvexport.export.model.probe.probe_layers`). In a module that the probe did not
     run, the share is 1.
@@ -157,7 +157,7 @@ def _candidates(module: Any) -> Iterator[ExpertsForm]:
 def call_experts(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor, chosen: int = 0) -> Tensor:
     """Call the placeholder of an Experts node: hidden states [N, hidden], the chosen experts and weights [N, k].
 
-    `chosen` is the number of experts of a token if that is not k, because a token has several rows.
+    `chosen` is the number of experts of a token if it differs from k, because a token has several rows.
     """
     first = FIRST[bool(module.has_gate)]
     biases = [getattr(module, f"{name}_bias") if module.has_bias else None for name in (first, "down_proj")]

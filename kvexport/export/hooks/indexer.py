@@ -1,8 +1,8 @@
 """The indexer hook: a layer attends to every token in place of the tokens that its indexer picks.
 
-An indexer picks a limited number of the tokens that a query sees (2,048 in DeepSeek V3.2). It picks all tokens while
-there are no more, and the layer is then plain attention. Indexers are therefore left out, with their weights, and the
-planner refuses caches of more slots (`LayerGeometry.most_picked`).
+An indexer picks a limited number of the tokens that a query sees (2,048 in DeepSeek V3.2). An indexer picks all tokens
+of a shorter sequence, and the layer is then plain attention. Indexers are therefore left out, with their weights, and
+the planner refuses caches of more slots (`LayerGeometry.most_picked`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MOST_PICKED: dict[str, Callable[[Any], int]] = {
 
 
 class EveryToken:
-    """What an indexer picked: all tokens that `mask` lets a query see, which are at most `most`.
+    """The replacement of an indexer's choice: all tokens that `mask` lets a query see, which are at most `most`.
 
-    Models take parts of their mask for the indexer, and join what it picked with the mask.
+    Models give parts of their mask to the indexer, and combine the chosen tokens with the mask.
     """
 
     dtype = torch.bool
@@ -53,7 +53,7 @@ class _PicksAll(nn.Module):
 
 
 def leave_out_indexers(model: Any) -> None:
-    """Replace the indexers of `MOST_PICKED` in a model, and keep their weights' names in `model.unread_parameters`."""
+    """Replace a model's indexers (see `MOST_PICKED`), and list their weights in `model.unread_parameters`."""
     unread = set()
     for name, module in list(model.named_modules()):
         if hasattr(module, "build_attention_mask_from_topk"):  # the mask of GLM-5 Next, made of nothing but the picks
@@ -76,7 +76,7 @@ def _wrap_mask(most: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict
 
 
 def without_picks(attention_mask: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of attention with its mask, and with `most_picked` in place of what an indexer picked."""
+    """Return attention's options with the mask itself and `most_picked`, instead of tokens that an indexer picked."""
     picked = [x for x in (attention_mask, *options.values()) if isinstance(x, EveryToken)]
     rest = {name: x for name, x in options.items() if not isinstance(x, EveryToken)}
     mask = attention_mask.mask if isinstance(attention_mask, EveryToken) else attention_mask

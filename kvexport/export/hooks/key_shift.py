@@ -1,8 +1,8 @@
-"""The shift of keys: a vector that all keys of a KV head share is taken off before a quantized cache stores them.
+"""The shift of keys: a vector common to all keys of a KV head is subtracted before a quantized cache stores them.
 
 Some models (Qwen2) add a bias to their keys with a few very large numbers, in planes that the rotary embedding hardly
-rotates. A quantized cache would spend its few bits on that bias. Softmax ignores a vector that
-is taken off all keys, since it takes the same number off all of a query's logits.
+rotates. A quantized cache would spend its few bits on that bias. Softmax ignores a vector that is subtracted from all
+keys, since all logits of a query then change by one number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ POSITIONS = 4096
 
 
 def key_bias(module: nn.Module) -> Tensor | None:
-    """Return the bias of an attention module's keys; None if they have none, or are normalized after it."""
+    """Return the bias of an attention module's keys; None without a bias, or if keys are normalized after it."""
     if any(name.startswith("k") and "norm" in name for name, _ in module.named_children()):
         return None
     bias: Tensor | None = getattr(getattr(module, "k_proj", None), "bias", None)
@@ -32,7 +32,7 @@ def key_bias(module: nn.Module) -> Tensor | None:
 
 
 def shifted(module: nn.Module, key: Tensor, rotary: Rotary | None) -> Tensor:
-    """Return keys [B, H, T, D] less the mean of the bias of their projection, rotated by `rotary`, over POSITIONS.
+    """Subtract from keys [B, H, T, D] the bias of their projection, rotated by `rotary`, averaged over POSITIONS.
 
     Without `rotary` the keys are returned as they are.
     """

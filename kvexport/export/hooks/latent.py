@@ -28,7 +28,7 @@ _expanded: ContextVar[Tensor] = ContextVar("expanded")
 
 
 def note_expansions(model: nn.Module) -> None:
-    """Let `latest_expanded` return the latent vectors that a layer of the model expands, which tell whose they are."""
+    """Make a model record the latent vectors that each layer expands, so that `latest_expanded` can return them."""
     for module in model.modules():
         if is_latent(module):
             module.expand_kv = partial(_expand, module.expand_kv)  # type: ignore[assignment]
@@ -44,7 +44,7 @@ def latest_expanded() -> Tensor:
 
 
 def absorbed_query(module: Any, query: Tensor) -> Tensor:
-    """Return the query [B, Hq, T, r + p] over latent keys that has the logits of `query` [B, Hq, T, n + p]."""
+    """Return a query [B, Hq, T, r + p] that has the same logits over latent keys as `query` over expanded keys."""
     plain, rotated = torch.split(query, [module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
     return torch.cat([plain @ _matrices(module)[:, : module.qk_nope_head_dim], rotated], -1)
 
@@ -54,12 +54,12 @@ def latent_key(latent: Tensor, rotated: Tensor) -> Tensor:
 
 
 def expanded_output(module: Any, output: Tensor) -> Tensor:
-    """Return the attention output over expanded values [B, Hq, T, v], from that over latent vectors [B, Hq, T, r]."""
+    """Return the attention output over expanded values [B, Hq, T, v] from the output over latent vectors."""
     return output @ _matrices(module)[:, module.qk_nope_head_dim :].transpose(1, 2)
 
 
 def expansion_weights(model: nn.Module) -> set[str]:
-    """Return the names of the weights that expand latent vectors; the graph multiplies with them head by head."""
+    """Return the names of the weights that expand latent vectors; the ONNX graph multiplies with them head by head."""
     return {f"{name}.kv_b_proj.weight" for name, module in model.named_modules() if is_latent(module)}
 
 
@@ -75,7 +75,7 @@ def check_expansions(model: Any) -> None:
 
 
 def _matrices(module: Any) -> Tensor:
-    """Return `kv_b_proj` by head [Hq, n + v, r]: it expands r latent numbers to a key of n and a value of v."""
+    """Return `kv_b_proj` by head, [Hq, n + v, r]: it expands r latent numbers to a key of n and a value of v."""
     weight: Tensor = module.kv_b_proj.weight
     return weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, weight.shape[1])
 

@@ -1,7 +1,7 @@
 """The hook for Llama 4, which computes in its own code what other decoders leave to interfaces of transformers.
 
-Its experts compute every token with every expert, and multiply hidden states by the router's scores before the experts,
-which are 0 for experts that the router does not choose. A trace computes the chosen experts alone.
+transformers computes every token with every expert of Llama 4. Before that, hidden states are multiplied by the
+router's scores, which are 0 for experts that the router does not choose. A trace computes only the chosen experts.
 
 Layers without rotary embedding multiply their queries by a factor of the token's position, which they count from the
 length of the cache. The hook takes `position_ids`.

@@ -1,4 +1,4 @@
-"""The attention of older decoders, which compute it in code of their own, led to the attention hook.
+"""The attention hook for older decoders, which compute attention in code of their own.
 
 transformers calls a registered attention function only in decoders that use its attention interface. `lead` replaces
 the method that attends in the attention modules of the other decoders that `OWN` names. The replacement calls the hook.
@@ -57,7 +57,7 @@ def _attend(
 ) -> Tensor:
     """Return the attention output [B, Hq, T, Dv].
 
-    `falcon` says that a bias of ALiBi is rounded to bfloat16 and then multiplied with `scale`, as in Falcon.
+    With `falcon`, a bias of ALiBi is rounded to bfloat16 and then multiplied with `scale`, as Falcon does.
     """
     options = {"attention_mask": mask, "scaling": scale, "alibi": module.slopes is not None}
     if module.slopes is not None:
@@ -107,7 +107,7 @@ def _xglm(module: Any, hidden: Tensor, past_key_values: Any, attention_mask: Any
 
 
 def _xglm_positions(module: Any, position_ids: Tensor, *_: Any) -> Tensor:
-    """Return rows of the table, which the model's code would make longer in calls of many tokens."""
+    """Return rows of XGLM's position table; the model's own code would enlarge the table in calls of many tokens."""
     rows: Tensor = module.weights[position_ids + module.offset]
     return rows
 

@@ -101,28 +101,28 @@ class RecurrentCache(PassThroughCache):
         return inputs
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """Return None, so that a layer calls its linear attention function for many tokens without a state.
+        """Return None, so that a layer calls the function of its linear attention for several tokens, without a state.
 
         The replacement of that function takes the state from this cache, which stores the layer's number here.
         """
         self._place = layer_idx, _name("recurrent_state", state_idx)
 
     def real(self, tokens: int) -> Tensor | None:
-        """Return a mask [B, T] bool of the tokens of a decoder call, False for padding; None if no token is padding."""
+        """Return a mask [B, T] bool of a call's tokens, False for padding; None if no token is padding."""
         if self.query_length is None:
             return None
         return torch.arange(tokens, device=self.query_length.device) < self.query_length
 
     def past_state(self, batch: int, heads: int, key_size: int, value_size: int) -> Tensor:
-        """Return the state [B, heads, dk, dv] of the running linear attention before the call; zeros in a probe."""
+        """Return a layer's recurrent state [B, heads, dk, dv] before the current call; zeros in a probe."""
         past = self.past.get(self._place)
         return torch.zeros(batch, heads, key_size, value_size) if past is None else past
 
     def computed(self, state: Tensor, past: Tensor) -> Tensor:
         """Store and return a layer's recurrent state after a call.
 
-        Sequences without a token in the call keep the state `past`. The PyTorch reference does this here; in a trace
-        the operator LinearAttention does it.
+        Sequences without a token in the call keep the state `past`. In the PyTorch reference this method keeps it; in a
+        trace the operator LinearAttention does.
         """
         if self.query_length is not None and not self.traced:
             state = torch.where((self.query_length > 0)[:, :, None, None], state, past)

@@ -92,7 +92,7 @@ def _check_sizes(raw: Mapping[str, Any]) -> None:
 
 
 def blame(raw: Mapping[str, Any], works: Callable[[dict[str, Any]], object]) -> str:
-    """Return, as a hint in parentheses, the first field of config.json without which `works` succeeds; or no text."""
+    """Return a hint that names the first field of config.json without which `works` succeeds; "" if there is none."""
     for name, rest in _without_one(raw):
         try:
             works(rest)

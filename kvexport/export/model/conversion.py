@@ -180,7 +180,7 @@ def _run(rule: Any, named: Mapping[str, list[Tensor]], context: Any) -> dict[str
 
 
 def _by_expert(rule: Any, named: Any, shape: tuple[int, ...]) -> tuple[int, bool]:
-    """Return (experts to compute one by one, 0 if operations mix them; whether each tensor stacks all experts)."""
+    """Return how many experts are computed one by one (0: operations mix them), and whether tensors stack experts."""
     first, *rest = rule.operations
     merges = isinstance(first, MergeModulelist) and first.dim == 0
     alone = (Concatenate, Chunk, Interleave, Transpose)
@@ -198,7 +198,7 @@ def _by_expert(rule: Any, named: Any, shape: tuple[int, ...]) -> tuple[int, bool
 
 
 def _of_one_expert(context: Any, parameters: Mapping[str, Any]) -> Any:
-    """Return a rule's context with a model of one expert, since operations compare shapes with its parameters."""
+    """Return a rule's context for a model of one expert, because operations compare shapes with the model's."""
     shapes = {name: (1, *p.shape[1:]) for name, p in parameters.items() if p.ndim == 3}
     model = SimpleNamespace(get_parameter=lambda name: SimpleNamespace(shape=torch.Size(shapes[name])))
     return SimpleNamespace(**{**vars(context), "model": model})
@@ -268,11 +268,11 @@ def require_experts(named: Mapping[str, Sequence[str]], experts: int, parameter:
 def refuse_unexpected(model: Any, checkpoint: Checkpoint) -> list[str]:
     """Raise UsageError if a checkpoint has tensors of the decoder that the model lacks, such as a bias or a layer.
 
-    Such weights belong to another config.json, and a model without them computes something else. What transformers
-    knows as harmless is ignored, and so are biases of zeros, integers and scales of a quantizer.
+    Such weights show that config.json belongs to another model. Tensors that transformers lists as harmless are
+    ignored, and so are biases of zeros, integers and scales of a quantizer.
 
     Returns:
-        The names of tensors outside the decoder that the model has no part for, such as the head of a reward model.
+        The names of tensors outside the decoder for which the model has no part, such as the head of a reward model.
     """
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -308,7 +308,7 @@ def refuse_unexpected(model: Any, checkpoint: Checkpoint) -> list[str]:
 
 
 def _drafts(text: Any) -> list[str]:
-    """Return a pattern of the layers for multi-token prediction that follow the layers of a text decoder."""
+    """Return patterns of the names of layers for multi-token prediction, which follow a text decoder's layers."""
     count, first = getattr(text, "num_nextn_predict_layers", None) or 0, text.num_hidden_layers
     return [rf"(^|\.)layers\.({'|'.join(str(first + i) for i in range(count))})\."] if count else []
 

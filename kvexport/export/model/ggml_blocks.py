@@ -27,10 +27,11 @@ class Layout(NamedTuple):
 
 
 def _pairs(parts: Sequence[Array], width: int) -> Array:
-    """Pack 4-bit numbers two per byte: `width` numbers of the first of `parts`, then of the next, and so on in turns.
+    """Pack 4-bit numbers two per byte, `width` numbers from each of `parts` in turn.
 
-    `parts` have one number in each byte, and are flat arrays of two bytes an element (uint16). Elements of many bytes
-    and few large arrays make this several times as fast as operations on single numbers.
+    `parts` are flat arrays with one number in each byte, seen as elements of two bytes (uint16). Few large arrays of
+    wide
+    elements make packing several times as fast as operations on single numbers.
     """
     run = np.dtype(f"V{width // 2}")
     packed = np.empty((len(parts[0]) * 2 // width, len(parts)), run)

@@ -50,7 +50,7 @@ ONE_ROW = ("mlp.shared_expert_gate", "mlp.gate.moe_statics.e_score_correction_bi
 
 
 class Meta(dict[str, Any]):
-    """The metadata of a GGUF file whose keys begin with the architecture's name, by the rest of the key."""
+    """Metadata of a GGUF file: the keys that begin with the architecture's name, without that name."""
 
     def __init__(self, kind: str, gguf: Gguf) -> None:
         prefix = f"{kind}."
@@ -89,7 +89,7 @@ def shortest(value: float) -> float:
 
 
 def _windows(meta: Meta) -> dict[str, Any]:
-    """Return the layers with a sliding window: those that the metadata marks, or all but every fourth."""
+    """Return which layers have a sliding window: those that the metadata marks, or all but every fourth."""
     count, window = meta["block_count"], meta.get("attention.sliding_window")
     pattern = meta.get("attention.sliding_window_pattern") or [bool((i + 1) % 4) for i in range(count)]
     kinds = ["sliding_attention" if window and slides else "full_attention" for slides in pattern]

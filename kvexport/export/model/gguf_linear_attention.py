@@ -57,7 +57,7 @@ class LinearHeads:
         return head % of_key * self.keys + head // of_key
 
     def split(self) -> Indices:
-        """Return the order of rows that makes transformers' matrix of the GGUF matrices `attn_qkv` and `attn_gate`.
+        """Return the order of rows in which the GGUF matrices `attn_qkv` and `attn_gate` form transformers' matrix.
 
         The rows of `attn_gate` are numbered after those of `attn_qkv`. The architecture is qwen3next.
         """

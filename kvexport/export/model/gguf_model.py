@@ -153,7 +153,7 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
 
 
 def _apart(gguf: Gguf, kind: str, architecture: Architecture) -> Iterator[tuple[str, TensorEntry]]:
-    """Yield the tensors of a file by name, a joint matrix or bias of queries, keys and values as three of them.
+    """Yield the tensors of a file by name; a joint matrix or bias of queries, keys and values is split in three.
 
     llama.cpp reads both forms for every architecture.
     """
@@ -225,7 +225,7 @@ class Transposed:
 class Expansion:
     """The matrix of latent attention that expands latent vectors to keys and values, head by head.
 
-    A GGUF file has its halves: `keys` [heads, latent, size] and `values` [heads, size, latent].
+    A GGUF file stores the matrix in two halves: `keys` [heads, latent, size] and `values` [heads, size, latent].
     """
 
     name: str  # parameter
@@ -257,7 +257,7 @@ def _expansion(name: str, halves: Mapping[str, TensorEntry]) -> Expansion:
 
 
 def _by_head(name: str, entry: TensorEntry, heads: Any) -> Source:
-    """Return a matrix or bias of queries, keys and values with the rows of one head after the other."""
+    """Return a matrix or bias of queries, keys and values whose rows are regrouped head by head."""
     rows = entry.shape[0]
     if type(heads) is not int or heads < 1 or rows % (3 * heads):
         raise _no_heads(entry, heads)
@@ -322,7 +322,6 @@ def _expert(entry: TensorEntry, i: int) -> TensorEntry:
 
 
 def _drafted_layer(gguf: Gguf, kind: str) -> str | None:
-    """Return the number of the layer for multi-token prediction, which kvexport does not build; or None."""
     drafted, layers = (gguf.metadata.get(f"{kind}.{key}", 0) for key in ("nextn_predict_layers", "block_count"))
     return str(layers - 1) if drafted == 1 and type(layers) is int else None
 
@@ -341,7 +340,6 @@ def _linear_heads(gguf: Gguf, kind: str) -> LinearHeads:
 
 
 def _paired_heads(gguf: Gguf, kind: str, architecture: Architecture, name: str, entry: TensorEntry) -> int:
-    """Return the number of heads if the GGUF tensor's rows are in the order of rotary pairs; 0 if they are not."""
     if not architecture.pairs or name not in ("attn_q", "attn_k"):
         return 0
     heads: Any = gguf.metadata.get(f"{kind}.attention.head_count")

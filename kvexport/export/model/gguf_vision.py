@@ -76,7 +76,7 @@ Settings = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
 
 class _Facts(dict[str, Any]):
-    """The metadata of an mmproj file below clip.vision, and what its tensors and its model's tokenizer say."""
+    """The metadata below clip.vision of an mmproj file, and facts from its tensors and from the model's tokenizer."""
 
     def __init__(self, gguf: Gguf, text: Gguf) -> None:
         prefix = "clip.vision."
@@ -197,7 +197,7 @@ class _Projector:
     tokens: Mapping[str, str] | None = None  # names of special tokens that the processor asks the tokenizer for
 
     def names(self) -> dict[str, str]:
-        """Return transformers' names by llama.cpp's, both without the ending .weight or .bias."""
+        """Map llama.cpp's tensor names to transformers' names, both without the ending .weight or .bias."""
         tables = self.tables.items()
         return {
             f"v.blk.{{}}.{name}" if "{}" in root else name: f"{root}.{mine}"
@@ -249,7 +249,7 @@ class _Joined:
 
 
 def with_encoder(text: Gguf, file: Path) -> tuple[Path, dict[str, TensorEntry], dict[str, Source], str]:
-    """Return the model of a text decoder and an mmproj file: a folder with its config, its tensors, and a digest."""
+    """Combine a text decoder and an mmproj file: return a folder with the config, tensors, sources, and a hash."""
     gguf = read_gguf(file)
     projector = _projector_of(gguf, text)
     stored: dict[str, TensorEntry | Source] = {}
@@ -277,7 +277,6 @@ def _projector_of(gguf: Gguf, text: Gguf) -> _Projector:
 
 
 def _encoder_tensors(gguf: Gguf, projector: _Projector) -> dict[str, TensorEntry | Source]:
-    """Return the tensors of an mmproj file by transformers' names."""
     parts: dict[str, dict[str, TensorEntry | Source]] = {}
     names, deep, down = projector.names(), _deep_layers(gguf), gguf.tensors.get("v.blk.0.ffn_down.weight")
     # Older files have the names of the two matrices the other way around.

@@ -92,14 +92,14 @@ def on_meta(config: Any, dtype: torch.dtype, max_length: int, attention: str = I
 
 
 def hook_modules(model: Any) -> None:
-    """Change the modules of a model that compute in their own code what kvexport's attention needs to know."""
+    """Change modules of a model that compute by themselves what kvexport's attention hook needs to see."""
     leave_out_indexers(model)
     note_expansions(model)
     scale_by_positions(model)
 
 
 def attention_by_part(config: Any, attention: str) -> Any:
-    """Return `attention` for the text decoder, and the default for encoders, some of which support no other."""
+    """Return a setting that uses `attention` for the text decoder, and the default for encoders."""
     if attention == IMPLEMENTATION and config.model_type in OWN:
         return "eager"
     text = config.get_text_config()
@@ -109,13 +109,13 @@ def attention_by_part(config: Any, attention: str) -> Any:
 
 
 def auto_class(config: Any) -> Any:
-    """Return the class that makes the decoder of a config: a text decoder, or a model that also takes only tokens."""
+    """Return the auto class of transformers for a config's decoder, which may be a part of a model with images."""
     of_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in _WITH_IMAGES
     return AutoModelForCausalLM if of_text else AutoModelForImageTextToText
 
 
 def decoder_class(config: Any) -> Any:
-    """Return the class of transformers that is the decoder of a config; None if transformers has no decoder for it."""
+    """Return the class of transformers for a config's decoder; None if transformers has no such decoder."""
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if type(config) in mapping:
             return mapping[type(config)]
@@ -123,7 +123,6 @@ def decoder_class(config: Any) -> Any:
 
 
 def _initialize_buffers(module: Any, owner: Any) -> None:
-    """Compute the buffers of a module on the CPU, by the initialization of the pretrained module that contains it."""
     owner = module if isinstance(module, PreTrainedModel) else owner
     for child in module.children():
         _initialize_buffers(child, owner)
@@ -214,7 +213,7 @@ def _depends_on_length(rope_type: str) -> bool:
 
 
 def length_notes(config: Any, max_length: int) -> list[str]:
-    """Return notes on frequencies that are fixed, so that shorter sequences have others than in transformers."""
+    """Return notes on fixed rotary frequencies, by which shorter sequences differ from transformers."""
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     notes = []
     for rope in [parameters, *(p for p in parameters.values() if isinstance(p, dict))]:

@@ -118,8 +118,8 @@ class _Passes:
     ) -> list[Tensor]:
         """Return one gradient [1, T, hidden] at the last layer's output for each of the `directions`.
 
-        `directions` makes the directions, which are weights of the logits, from the logits. A gradient is that of the
-        sum of all logits times these weights.
+        A direction is an array of weights for the logits, which `directions` computes from the logits. The gradient is
+        that of the sum of all logits times their weights.
         """
         decoder, is_tuple = self._decoder, isinstance(self._output, tuple)
         last = (self._output[0] if is_tuple else self._output).detach().requires_grad_(True)

@@ -91,9 +91,9 @@ class _Probe:
         return int(self.config.attention_chunk_size) if chunked else 0
 
     def _window(self, name: str, mask: PositionMask | None, chunk: int) -> tuple[int, int]:
-        """Return how many positions a query sees, its own included; 0 if it sees all earlier positions of its chunk.
+        """Return how many positions a query sees, its own included (0: all earlier positions), and a chunk size.
 
-        The second number is `chunk` if positions are in chunks of that size, otherwise 0.
+        The chunk size is `chunk` if a query sees only positions of its own chunk, otherwise 0.
         """
         if mask is None:
             return 0, 0
@@ -198,7 +198,6 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _keep_read(model: Any, reads: _Reads) -> None:
-    """Remove the parameters that a forward pass does not read, and add their names to `model.unread_parameters`."""
     unread = {name for name, x in model.named_parameters(remove_duplicate=False) if id(x) not in reads.ids}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -218,7 +217,7 @@ def _refuse_other_inputs(model: Any) -> None:
 
 
 def _refuse_missing_layers(kind: str, text: Any, probe: _Probe, stateful: set[int]) -> None:
-    """Raise UsageError if a layer neither attends nor has a state, unless its kind is named in `STATELESS`."""
+    """Raise UsageError if a layer has neither attention nor a state and its kind is not named in `STATELESS`."""
     kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
     missing = [i for i in range(text.num_hidden_layers) if i not in probe.layers and i not in stateful]
     for i in missing:

@@ -40,8 +40,6 @@ class _NotRotary(Exception):
 
 @dataclass(frozen=True)
 class _RotaryCall:
-    """One call of a model's rotary embedding function."""
-
     apply: Any
     module: nn.Module
     layer_type: dict[str, Any]
@@ -139,7 +137,8 @@ def _require_rotary_alone(model: Any, geometry: list[LayerGeometry]) -> None:
 def read_key_shifts(model: Any, mode: FakeTensorMode, geometry: list[LayerGeometry]) -> list[LayerGeometry]:
     """Return the layers' attention geometry with `key_shift` where keys have a bias that softmax ignores.
 
-    Sink logits and soft caps do not ignore it. Keys are stored with their bias if their rotary embedding is not known.
+    With sink logits or soft caps the bias matters, and keys are stored with it. The same holds if the rotary embedding
+    is not known.
     """
     try:
         probe, read = _probed(model, mode, geometry)

@@ -1,4 +1,4 @@
-"""A checkpoint that was read. A weight is a tensor in one of its files, or is computed from such tensors."""
+"""A checkpoint whose headers were read. A weight is a tensor in one of the files, or is computed from such tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Array = NDArray[Any]
 class Source(Protocol):
     """A weight of a checkpoint that is computed block by block, such as a packed weight, and is not a plain tensor.
 
-    Sources of the same weight are equal.
+    Two sources of the same weight compare equal.
     """
 
     @property
@@ -64,7 +64,7 @@ class Checkpoint:
     texts: tuple[Path, ...] = ()  # tokenizer files that an artifact contains as they are in the checkpoint
 
     def require_folder(self, purpose: str) -> None:
-        """Raise UsageError if the weights are in a GGUF file, whose config cannot be changed as `purpose` needs it."""
+        """Raise UsageError if the weights are in a GGUF file, because its config cannot be changed for `purpose`."""
         if any(entry.file.suffix == ".gguf" for entry in self.tensors.values()):
             raise UsageError(
                 f"{purpose} takes a checkpoint of safetensors, and the weights are in a GGUF file",

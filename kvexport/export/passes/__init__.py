@@ -2,11 +2,11 @@
 
 Most passes are a `Rewrite` (`report.py`): a *pattern*, a *check* and a *rewrite*, tried at every node. If the pattern
 matches but the check refuses, the pass reports the reason. Each pass shows the nodes that it looks for, and the nodes
-that replace them. A pass that is not certain leaves the nodes as they are; the graph computes the same in both cases.
-To see how often each pass applied, where it was refused and why, call `logging.basicConfig(level="DEBUG")` before
-`kvexport.build`. The logger is `kvexport.export.passes`.
+that replace them. A pass that is not certain that a rewrite is exact leaves the nodes as they are. To see how often
+each pass applied, where it was refused and why, call `logging.basicConfig(level="DEBUG")` before `kvexport.build`. The
+logger is `kvexport.export.passes`.
 
-`GRAPH_CHECKS` lists the checks of finished graphs, with the functions of their operators. They change nothing.
+`GRAPH_CHECKS` lists the checks of finished graphs, with the functions of their operators. The checks change nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a Linear or Experts node computes, by its attributes, and a new Linear node of more steps in its place."""
+"""What a Linear or Experts node computes, read from its attributes, and the replacement of nodes by one Linear node."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def experts_form_of(node: ir.Node) -> ExpertsForm:
 
 
 def _attributes(node: ir.Node, form: Form | ExpertsForm) -> dict[str, Any]:
-    """Return the fields of a form that a node has as attributes; those of packed weights only some nodes have."""
+    """Return the fields of a form as node attributes; fields about packed weights are left out if none is packed."""
     values = {name: node.attributes[name].value for name in vars(form) if name in node.attributes}
     return {name: tuple(x) if isinstance(x, (list, tuple)) else x for name, x in values.items()}
 

@@ -1,6 +1,6 @@
-"""The passes that turn matrix products into Linear nodes, and make the steps around a product steps of its node.
+"""The passes that turn matrix products into Linear nodes, and add the steps around a product to the product's node.
 
-They stand in the order in which they run. Each one shows the nodes that it looks for, and the nodes that replace them.
+The passes stand in the order in which they run. Each shows the nodes that it looks for, and their replacement.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def rewrite(match: Match) -> None:
 
 
 def _movable(match: Match) -> dict[ir.Node, list[ir.Value]]:
-    """Return the nodes that need only the last token's row, last to first, and the inputs that each reads by row."""
+    """Return the nodes that need only the last token's row, from last to first, and the inputs they read by row."""
     pick, graph = match.pick, match.pick.graph
     assert isinstance(graph, ir.Graph)
     batch, tokens, _ = dims(match.data)
@@ -94,12 +94,12 @@ def _movable(match: Match) -> dict[ir.Node, list[ir.Value]]:
 
 
 def _sources(moved: dict[ir.Node, list[ir.Value]]) -> list[ir.Value]:
-    """Return the values, each once, that nodes of `moved` read row by row and do not compute: there a row is picked."""
+    """Return the values that nodes of `moved` read row by row and do not compute; a row of each of them is picked."""
     return list(dict.fromkeys(x for inputs in moved.values() for x in inputs if x.producer() not in moved))
 
 
 def _row_inputs(node: ir.Node, rows: Dims) -> list[ir.Value]:
-    """Return the inputs of which a node reads only row i for row i of its outputs; none if shapes leave a doubt."""
+    """Return the inputs of which a node needs only row i to compute row i of its outputs; empty in case of doubt."""
     inputs = [value for value in node.inputs if value is not None]
     if not inputs or not all(_has_rows(value, rows) for value in node.outputs):
         return []
@@ -120,7 +120,7 @@ def _row_inputs(node: ir.Node, rows: Dims) -> list[ir.Value]:
 
 
 def _linear_row_inputs(node: ir.Node, rows: Dims) -> list[ir.Value]:
-    """Return the data (perhaps of heads) and residual of a Linear with one product, as `_row_inputs` does."""
+    """Return the inputs of a Linear with one product that are read by row: the data (maybe by heads) and residual."""
     form = form_of(node)
     if len(form.inputs) != len(node.inputs):
         return []
@@ -188,7 +188,6 @@ def _append(
 
 
 def _with_one_row(value: ir.Value) -> ir.Shape:
-    """Return the shape of a value [..., T, C] of an ONNX graph with 1 in place of the number of tokens T."""
     shape = dims(value)
     return ir.Shape([*shape[:-2], 1, shape[-1]])
 

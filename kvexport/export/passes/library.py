@@ -4,10 +4,11 @@
     with a packed weight         =>  y = com.microsoft.MatMulNBits<K, N, bits, block_size>(x, weight, scale, zero?)
     with a minimum               =>  y = MatMulNBits(...) + FusedMatMul<transB>(sums of x over groups, minimum)
 
-The steps around a product are those of the ONNX functions of Linear and Experts. Experts loops over the experts and
-picks the packed weights of one. ONNX Runtime's CUDA provider has kernels of these operators. With the ONNX functions it
-would multiply by a copy of a packed weight in floats. The bytes of a packed weight are already in the layout of
-MatMulNBits (`kvexport.export.weights.nbits`); this module gives its initializers the types of that operator.
+The steps around a product are computed as in the ONNX functions of Linear and Experts. The function of Experts loops
+over the experts and picks one expert's packed weights at a time. ONNX Runtime's CUDA provider has kernels of these
+operators. With the ONNX functions of Linear and Experts, the CUDA provider would multiply by a float copy of a packed
+weight. The bytes of a packed weight are already in the layout of MatMulNBits (`kvexport.export.weights.nbits`); this
+module gives its initializers the types of that operator.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Weight(NamedTuple):
 
 
 def put_products(model: ir.Model) -> list[onnx.FunctionProto]:
-    """Give every Linear and Experts node a function of ONNX Runtime's operators, by which `inlined` replaces it."""
+    """Give every Linear and Experts node an ONNX function of ONNX Runtime's operators, for inlining by `inlined`."""
     functions: dict[str, onnx.FunctionProto] = {}
     types = {value: value.dtype for value in model.graph.initializers.values()}
     sizes = {value: known_shape(value) for value in model.graph.initializers.values()}
@@ -101,7 +102,7 @@ def _of_experts(node: ir.Node, types: Types, sizes: Sizes) -> onnx.FunctionProto
 def _weight(
     inputs: Mapping[str, ir.Value], names: Sequence[str], parts: tuple[str, ...], group: int, types: Types, sizes: Sizes
 ) -> Weight:
-    """Return the weight of a node, after its packed initializers got the types that MatMulNBits takes."""
+    """Set the types of a node's packed initializers to those that MatMulNBits takes; return the node's weight."""
     value = inputs[names[0]]
     *experts, outputs, columns = (int(size) for size in sizes.get(value) or known_shape(value))
     if not parts:

@@ -55,7 +55,7 @@ class Packed(NamedTuple):
 
 
 def packed_of(value: ir.Value | None) -> Packed | None:
-    """Return the packed weight, its columns as stored, that nodes dequantize to `value`; None if there is none."""
+    """Return the packed weight (columns in stored order) that nodes dequantize to `value`; None if there is none."""
     return value.meta.get(_PACKED) if value is not None else None
 
 
@@ -101,7 +101,7 @@ def _order_input(
     known: dict[ir.Value, list[tuple[ir.Value, ir.Value]]],
     same: Callable[[str, str], bool],
 ) -> None:
-    """Gather the inputs of products through the Transpose `node` in the order of a packed weight's columns."""
+    """Where products read a packed weight through the Transpose `node`, gather their inputs in its column order."""
     products = [(use, i) for use, i in node.outputs[0].uses()] if permutes(node, [1, 0]) else []
     if not products or any(not is_op(use, "MatMul") or i != 1 for use, i in products):
         raise UsageError(
@@ -136,7 +136,7 @@ class _Putter:
         self.node_count = 0
 
     def component(self, component: str, shape: Sequence[int] | None = None, dtype: str = "") -> ir.Value:
-        """Return the initializer of one tensor of the packed weight, such as the scale; add it if it is missing."""
+        """Return the initializer of one tensor of the packed weight, such as the scale; the first call adds it."""
         name = component_name(self.name, component)
         if name not in self.graph.initializers:
             kind, sizes = (dtype, shape) if shape is not None else self.components[component]

@@ -30,7 +30,7 @@ class Match(NamedTuple):
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """Return the sums of two products: of an output of a Linear, and of a Concat of a Neg and another value."""
+    """Return sums of two products: one of a Linear's output, the other of a Concat of a Neg and another value."""
     matches = []
     for i in (0, 1):
         straight, crossed = (producer(node, j, "Mul") if is_op(node, "Add") else None for j in (i, 1 - i))
@@ -86,7 +86,7 @@ def _slices(node: ir.Node, x: ir.Value, start: int, end: int) -> bool:
 
 
 def _not_of_one_half(table: ir.Value | None, heads: ir.Value) -> str:
-    """Return why a table for `heads` [B, H, T, D] may not be [B, 1, T, D] of two equal halves; "" if it is."""
+    """Return why a table for `heads` [B, H, T, D] may not be [B, 1, T, D] with two equal halves; "" if it is."""
     if table is None:
         return "a table is left out"
     shape = known_shape(heads)

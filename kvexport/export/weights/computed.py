@@ -1,7 +1,7 @@
 """Weights of an artifact that are not copies of one tensor of the checkpoint.
 
-They are packed weights of a quantized checkpoint, weights that the build rounds to fewer bits, and weights that are
-assembled from several tensors. All of them are computed when they are written, in blocks of rows.
+Such weights are packed weights of a quantized checkpoint, weights that the build rounds to fewer bits, and weights that
+are assembled from several tensors. They are computed in blocks of rows while they are written.
 """
 
 from __future__ import annotations

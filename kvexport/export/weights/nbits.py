@@ -82,7 +82,7 @@ class NBits:
 
 
 def _numbers(block: Mapping[str, Array], old: PackedFormat, new: PackedFormat, shape: tuple[int, int]) -> Array:
-    """Return the numbers of a block of rows [rows, inputs] as bytes of the format `new`."""
+    """Return the numbers of a block of rows [rows, inputs], given in the format `old`, as bytes of the format `new`."""
     if not old.table and old.bits == new.bits:
         flipped = (0x88 if new.bits == 4 else 0x80) if new.signed else 0
         result: Array = block["weight"].reshape(-1).view(np.uint8) ^ np.uint8(flipped)
@@ -94,7 +94,7 @@ def _numbers(block: Mapping[str, Array], old: PackedFormat, new: PackedFormat, s
 
 
 def nbits_specs(specs: list[Spec]) -> list[Spec]:
-    """Return the specs of an artifact's weights with packed weights in MatMulNBits' layout, or in floats."""
+    """Return the specs of an artifact's weights in which packed weights have MatMulNBits' layout, or became floats."""
     return [replace(spec, source=_stored(spec.source)) if isinstance(spec, ComputedSpec) else spec for spec in specs]
 
 

@@ -135,7 +135,7 @@ def _best(columns: Floats, starts: Sequence[Floats], zero: Floats, low: int, hig
 
 
 def _better(kept: tuple[Floats, ...], tried: tuple[Floats, ...]) -> tuple[Floats, ...]:
-    """Write into `kept`, for each column, the (numbers, scale, error) of `kept` or `tried` with the smaller error."""
+    """Per column, write into `kept` the (numbers, scale, error) with the smaller error, of `kept` and `tried`."""
     if not kept:
         return tried
     better = tried[2] < kept[2]

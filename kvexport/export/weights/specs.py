@@ -233,6 +233,6 @@ def weight_notes(checkpoint: Checkpoint, model: Any, recipe: Recipe, specs: Sequ
 
 
 def _each(reasons: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return a note for each reason, with the first of its parameters and how many more there are."""
+    """Return one note for each reason, with the name of the first parameter and the number of the others."""
     more = {why: f" and {len(names) - 1} more" if len(names) > 1 else "" for why, names in reasons.items()}
     return [f"{why}: {names[0]}{more[why]}" for why, names in reasons.items()]

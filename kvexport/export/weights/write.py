@@ -70,7 +70,7 @@ class WrittenWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """Written weights in `folder`, to which every artifact with the same weight specs can link."""
+    """Weight files in `folder`, to which every artifact with the same weights can link."""
 
     folder: Path
     specs: tuple[Spec, ...]
@@ -189,7 +189,7 @@ def _bytes(block: np.ndarray[Any, Any]) -> memoryview:
 
 
 def _key(spec: Spec) -> Key:
-    """Return what a weight's bytes in the artifact depend on; weights with equal keys are written once."""
+    """Return a key of what a weight's bytes in the artifact depend on; weights with equal keys are written once."""
     return (spec.entry if isinstance(spec, TensorSpec) else spec.source, spec.dtype)
 
 

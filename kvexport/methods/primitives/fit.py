@@ -25,11 +25,11 @@ MOST_SHARE = 34.5  # the largest logarithm of a slot's share of the mass: produc
 
 
 def fitted(fit: Fit, before: Slots, merged: Slots, evicted: Evicted) -> Slots:
-    """Return the merged slots with values, or votes and values, that are fitted to recent queries.
+    """Return the kept slots with values, or votes and values, fitted to the stored recent queries.
 
-    The stored queries then get nearly the attention outputs over the kept slots that they had over all slots of
-    `before`, whose `extra` is the ring buffer [B, H, W, D] with the tokens that each query has seen. Slots that may not
-    receive evicted slots, and KV heads without evictions, do not change.
+    After the fit, attention of these queries over the kept slots gives nearly the output that attention over all slots
+    of `before` gave. `before.extra` has the queries [B, H, W, D] and the number of tokens that each has seen. Slots
+    that may not receive evicted slots, and KV heads without evictions, do not change.
     """
     import torch
 
@@ -61,8 +61,8 @@ def kept_slots(slots: Slots, evicted: Evicted) -> Tensor:
 def _turned(query: Tensor, slots: Slots, evicted: Evicted) -> Tensor:
     """Return the stored queries [B, H, W, D] rotated (RoPE) to their positions after the merge.
 
-    If keys are rotated by their places in the cache, a merge moves recent keys down by as many positions as slots are
-    evicted, and the queries move with them.
+    If keys are rotated by their index in the cache instead of the token's position, evictions lower the index of later
+    keys, and queries are rotated back by as many positions.
     """
     if not slots.rotary.cache_positions:
         return query
@@ -73,7 +73,8 @@ def _turned(query: Tensor, slots: Slots, evicted: Evicted) -> Tensor:
 def attended(fit: Fit, slots: Slots) -> Tensor:
     """Return for every slot the sum of the squared probabilities that recent queries give it; [B, H, C] float32.
 
-    Probabilities of at most 1e-6 count as zero, so that one that underflows in only one backend decides no eviction.
+    Probabilities of at most 1e-6 count as zero. A probability that underflows in only one backend then changes no
+    eviction.
     """
     import torch
 
@@ -113,7 +114,7 @@ def probabilities(logits: Tensor) -> Tensor:
 def shares_of(slot_logits: Tensor, all_logits: Tensor) -> Tensor:
     """Return exp(logit) of each slot [..., C], divided by the sum of exp(logit) over the slots of `all_logits`.
 
-    The logarithm of a share is at most MOST_SHARE, and a slot with the logit LOW has the share 0.
+    The logarithm of the result is at most MOST_SHARE. For a slot with the logit LOW (not seen) the result is 0.
     """
     import torch
 
@@ -176,9 +177,10 @@ def inverse(gram: Tensor, ridge: float) -> Tensor:
 
 
 def newton_steps(size: int, ridge: float) -> int:
-    """Return after how many steps Newton's iteration for an inverse of W = `size` rows has an error below 2^-24.
+    """Return the number of steps after which Newton's iteration inverts a [W, W] matrix (W = `size`) to 2^-24.
 
-    The initial error is ``(k - 1) / (k + 1)`` for the condition number k, at most ``W / ridge + 1``; a step squares it.
+    The initial error is ``(k - 1) / (k + 1)`` for the condition number k, at most ``W / ridge + 1``. Each step squares
+    the error.
     """
     condition = size / ridge + 1.0
     return math.ceil(math.log2(24.0 * math.log(2.0) / math.log((condition + 1.0) / (condition - 1.0))))
@@ -187,11 +189,11 @@ def newton_steps(size: int, ridge: float) -> int:
 def fitted_votes(
     fit: Fit, slots: Slots, merged: Slots, read: Tensor, shares: Tensor, kept: Tensor, evicted: Evicted
 ) -> Tensor:
-    """Return votes [B, H, C] that give the kept slots the attention mass of all slots.
+    """Return votes [B, H, C] with which the kept slots get the attention mass that all slots had before.
 
-    They are between ``exp(-bias_max)`` and ``exp(bias_max)``. Their sum is at most the sum of votes over the free and
-    the evicted slots before the merge, because no slot stands for tokens that never existed. `read` and `shares` are
-    those of `fitted_mass`.
+    Votes (the tokens a slot counts for) stay between ``exp(-bias_max)`` and ``exp(bias_max)``. Their sum is at most the
+    sum of votes over the free and the evicted slots before the merge, because no slot stands for tokens that never
+    existed. `fitted_mass` explains `read` and `shares`.
     """
     import torch
 
@@ -204,7 +206,7 @@ def fitted_votes(
 
 
 def fitted_mass(read: Tensor, shares: Tensor, kept: Tensor, free: Tensor, steps: int) -> Tensor:
-    """Return factors [B, H, C] for the votes of the kept slots that give these slots the attention mass of all slots.
+    """Return factors [B, H, C] for the votes of kept slots, so that they get the attention mass of all slots.
 
     The factors f solve the non-negative least-squares fit ``min |sum_j f_j P_ij - 1|`` over the queries i, where P_ij
     is the share of slot j in the mass of query i. The multiplicative updates (Lee and Seung 2001) start at 1 and stay

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def merge(policy: MergePolicy, statistics: tuple[Statistic, ...], slots: Slots, evicted: Evicted) -> Slots:
-    """Return the slots after evicted ones have merged by a policy, and after the policy's fit of the kept ones."""
+    """Return the slots after evicted slots merged as `policy` says, and after the policy's fit of the kept slots."""
     merged = _merged(policy, statistics, slots, evicted)
     return merged if policy.fit is None else fitted(policy.fit, slots, merged, evicted)
 
@@ -50,9 +50,10 @@ def _merged(policy: MergePolicy, statistics: tuple[Statistic, ...], slots: Slots
 
 
 def _with_means_added(slots: Slots, sets: MergeSets, score: Tensor) -> Tensor:
-    """Return the statistics [B, H, V, K] with a first one that is a sum of the merged slots' means per query.
+    """Return merged statistics [B, H, V, K] whose first is the sum of the slots' mean probabilities per query.
 
-    The sum is multiplied with the number of queries since the latest token of the merged slot.
+    The sum is multiplied by the number of queries since the merged slot's latest token, so that it is a sum over
+    queries again.
     """
     import torch
 
@@ -64,8 +65,8 @@ def _with_means_added(slots: Slots, sets: MergeSets, score: Tensor) -> Tensor:
 def residual_slots(policy: MergePolicy, slots: Slots, evicted: Evicted) -> Tensor:
     """Return a mask [B, H, C] of the residual slots, into which evicted slots merge as a running mean.
 
-    They are the share `policy.residual` of the slots that can receive, at least one: slots that have merged before,
-    then those of lowest importance.
+    Of the slots into which evicted slots may merge, the fraction `policy.residual` (at least one slot) is residual:
+    first the slots that have merged before, then the slots of lowest importance.
     """
     import torch
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def pair_order(scores: Tensor, unprotected: Tensor, *, share: bool) -> Tensor:
-    """Return keep scores [B, H, C] that evict the older slots of pairs of neighbours first, then all others.
+    """Return keep scores [B, H, C]: the older slots of pairs of neighbours are evicted first, then all others.
 
-    Pairs are ordered by the sum of the importances `scores` of their slots, all other slots by their own. If `share` is
-    set, all heads take the same pairs, by the sum over heads: a pair has the same slot indices in all heads, which
-    stand for the same positions as long as every merge was shared.
+    A pair is ranked by the sum of both slots' importances (`scores`), any other slot by its own importance. With
+    `share`, all heads evict the same pairs, ranked by the sum over heads: a pair has the same slot indices in all
+    heads. These indices mean the same token positions as long as every merge was shared.
     """
     import torch
 
@@ -41,7 +41,7 @@ def pair_order(scores: Tensor, unprotected: Tensor, *, share: bool) -> Tensor:
 
 
 def merge_pairs(policy: MergePolicy, slots: Slots, evicted: Evicted) -> tuple[MergeSets, Tensor, Tensor, Tensor]:
-    """Return the V merged pairs as sets, with keys and values [B, H, V, D] and votes [B, H, V].
+    """Merge V pairs of slots; return the pairs, the merged keys and values [B, H, V, D], and votes [B, H, V].
 
     The older key is rotated to the position of the younger one. The key is the mean of both by `key_weights`, the value
     ``sum n v / sum n`` and the votes ``sum n``.
@@ -65,7 +65,7 @@ def merge_pairs(policy: MergePolicy, slots: Slots, evicted: Evicted) -> tuple[Me
 
 
 def key_weights(policy: MergePolicy, slots: Slots, sets: MergeSets) -> tuple[Tensor, Tensor]:
-    """Return the weights [B, H, V] of the younger and the older key: the last statistic, or terms of the Hessian."""
+    """Return the weights [B, H, V] of a pair's younger and older key: the last statistic, or terms of the Hessian."""
     import torch
 
     if policy.weigh == "score":
@@ -98,7 +98,7 @@ def _older(unprotected: Tensor) -> Tensor:
 
 
 def rotated(key: Tensor, steps: Tensor, rotary: Rotary) -> Tensor:
-    """Return keys [B, H, V, D] float32 rotated by RoPE to positions `steps` [B, H, V] later."""
+    """Return keys [B, H, V, D] float32 rotated by RoPE, as if their tokens were `steps` [B, H, V] positions later."""
     import torch
 
     planes = len(rotary.inverse_frequencies)
@@ -109,7 +109,7 @@ def rotated(key: Tensor, steps: Tensor, rotary: Rotary) -> Tensor:
 
 
 def turned(key: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool) -> Tensor:
-    """Return keys [..., D] whose first 2F dimensions are turned in F planes, by cosines and sines [..., F]."""
+    """Return keys [..., D] rotated in F planes, which are their first 2F dimensions, by cosines and sines [..., F]."""
     import torch
 
     planes = cosine.shape[-1]

@@ -18,7 +18,7 @@ LAST = 1e30  # above every error
 
 
 def importance(policy: MergePolicy, slots: Slots, unprotected: Tensor) -> Tensor:
-    """Return the importance [B, H, C] float32 of every slot by the rule `select` of a merge policy."""
+    """Return the importance [B, H, C] float32 of every slot, by the rule that `policy.select` names."""
     if policy.select == "position":
         return slots.position.float()
     if policy.select == "average":
@@ -33,7 +33,7 @@ def importance(policy: MergePolicy, slots: Slots, unprotected: Tensor) -> Tensor
 
 
 def mean_per_observation(slots: Slots) -> Tensor:
-    """Return the first statistic divided by the number of queries that saw the slot; [B, H, C]."""
+    """Return each slot's first attention statistic, divided by the number of queries that saw the slot; [B, H, C]."""
     import torch
 
     seen = torch.clamp(slots.now - slots.position + 1, min=1)
@@ -60,7 +60,7 @@ def pooled(slots: Slots, unprotected: Tensor, reach: int) -> Tensor:
 
 
 def keep_score(policy: MergePolicy, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
-    """Return keep scores by a policy: by importance, by the nearness of a slot to merge into, or by merge error."""
+    """Return the keep score of each slot by `policy.order`: importance, similarity to another slot, or merge error."""
     import torch
 
     scores = importance(policy, slots, unprotected)
@@ -78,9 +78,9 @@ def keep_score(policy: MergePolicy, slots: Slots, unprotected: Tensor, count: in
 
 
 def _near_first(policy: MergePolicy, slots: Slots, pool: EvictionPool, higher: Tensor) -> Tensor:
-    """Return keep scores, lowest for slots of the pool with a similar slot to merge into, then by importance.
+    """Return keep scores, lowest for slots of `pool` that have a similar slot to merge into, then by importance.
 
-    The scores are ranks, so that a slot without such a similar slot never comes first because of its importance.
+    Scores are ranks, so that a slot without a similar slot never comes first because of its importance.
     """
     import torch
 
@@ -95,7 +95,7 @@ def _near_first(policy: MergePolicy, slots: Slots, pool: EvictionPool, higher: T
 def _least_error_first(
     policy: MergePolicy, slots: Slots, pool: EvictionPool, pool_scores: Tensor, higher: Tensor
 ) -> Tensor:
-    """Return the error of the cheapest merge for slots of the pool, and larger ranks for all others."""
+    """Return keep scores: for slots of the pool the error of their cheapest merge, and larger ranks for all others."""
     import torch
 
     distance = squared_distances(slots.key, pool.index) * squared_distances(slots.value, pool.index)
@@ -124,7 +124,7 @@ class EvictionPool:
 
 
 def eviction_pool(slots: Slots, scores: Tensor, unprotected: Tensor, times: int, count: int) -> EvictionPool:
-    """Return the pool of candidates for eviction: the `times` times `count` slots of lowest score."""
+    """Return the pool of candidates for eviction: the `times` times `count` slots of lowest importance `scores`."""
     import torch
 
     ascending = torch.where(unprotected, scores, torch.inf).sort(dim=-1, stable=True).indices

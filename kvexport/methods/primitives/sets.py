@@ -40,36 +40,36 @@ class MergeSets:
     writes: Tensor
 
     def pair(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x [B, H, C, ...] at the targets and at the evicted slots, each [B, H, V, ...] in float32."""
+        """Return x [B, H, C, ...] at the target slots and at the evicted slots, each [B, H, V, ...] in float32."""
         return gather_rows(x, self.targets).float(), gather_rows(x, self.index).float()
 
     def sum(self, target: Tensor, evicted: Tensor) -> Tensor:
-        """Return the sum over every set of the terms of its target and evicted slots; [B, H, V, ...]."""
+        """Return, for each evicted slot, the sum of a quantity over all slots that merge with it; [B, H, V, ...]."""
         if target.dim() == 3:
             return target + (self.same @ evicted[..., None])[..., 0]
         return target + self.same @ evicted
 
     def largest(self, target: Tensor, evicted: Tensor) -> Tensor:
-        """Return the largest value of a quantity in every set."""
+        """Return, for each evicted slot, the largest value of a quantity among all slots that merge with it."""
         import torch
 
         return torch.maximum(target, torch.where(self.same > 0, evicted[:, :, None, :], -torch.inf).amax(-1))
 
     def mean(self, x: Tensor, target_weight: Tensor, evicted_weight: Tensor) -> Tensor:
-        """Return the weighted mean [B, H, V, D] of x [B, H, C, D] over every set."""
+        """Return, for each evicted slot, the weighted mean of x [B, H, C, D] over all slots that merge with it."""
         target, evicted = self.pair(x)
         total = self.sum(target_weight[..., None] * target, evicted_weight[..., None] * evicted)
         return total / self.sum(target_weight, evicted_weight)[..., None]
 
     def latest(self, slots: Slots) -> Tensor:
-        """Return the latest token position [B, H, V] in every set."""
+        """Return, for each evicted slot, the latest token position [B, H, V] of all slots that merge with it."""
         import torch
 
         target, evicted = (gather_rows(slots.position, index) for index in (self.targets, self.index))
         return torch.maximum(target, torch.where(self.same > 0, evicted[:, :, None, :], -1).amax(-1))
 
     def scores(self, slots: Slots, statistics: tuple[Statistic, ...]) -> Tensor:
-        """Return the K merged statistics [B, H, V, K] of every set.
+        """Return the K merged attention statistics [B, H, V, K] of each evicted slot's merge set.
 
         Sums of attention probabilities add up. Averages of exp(logit), which are stored as logarithms, become their
         mean weighted by votes. A statistic of kind ``none`` keeps the kept slot's value.
@@ -92,7 +92,10 @@ class MergeSets:
         return torch.stack(rows, dim=-1)
 
     def write(self, slots: Slots, key: Tensor | None, value: Tensor, votes: Tensor, score: Tensor) -> Slots:
-        """Return the slots with each set's result at its target, whose position becomes the set's latest."""
+        """Write the merged key, value, votes and statistics of each set into its target slot; return all slots.
+
+        The target's position becomes the latest position of the set.
+        """
         import torch
 
         return replace(
@@ -118,7 +121,7 @@ class MergeSets:
 
 
 def merge_sets(evicted: Evicted, targets: Tensor, merges: Tensor) -> MergeSets:
-    """Return the evicted slots that merge, grouped by their targets [B, H, V]."""
+    """Return merge sets: the evicted slots that merge (`merges`), grouped by the slot they merge into (`targets`)."""
     import torch
 
     together = (targets[..., :, None] == targets[..., None, :]) & merges[..., :, None] & merges[..., None, :]
@@ -129,9 +132,9 @@ def merge_sets(evicted: Evicted, targets: Tensor, merges: Tensor) -> MergeSets:
 
 
 def squared_distances(x: Tensor, rows: Tensor) -> Tensor:
-    """Return the squared distances [B, H, V, C] of the rows [B, H, V] of x [B, H, C, D] to all its rows.
+    """Return the squared distances [B, H, V, C] between the vectors `rows` of x [B, H, C, D] and all C vectors of x.
 
-    The error is about 1e-6 of the squared norms of the rows.
+    The rounding error is about 1e-6 of the vectors' squared norms.
     """
     x = x.float()
     square = (x * x).sum(-1)
@@ -140,7 +143,7 @@ def squared_distances(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def unit(key: Tensor) -> Tensor:
-    """Return keys divided by their norm, in float32; a zero key stays zero."""
+    """Return each key divided by its norm, in float32; a zero key stays zero."""
     import torch
 
     key = key.float()

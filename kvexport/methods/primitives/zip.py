@@ -1,4 +1,4 @@
-"""KeepKV's merge rule (arXiv 2504.09936): means weighted by votes times exp(logit), and a correction of their error."""
+"""KeepKV's merge rule (arXiv 2504.09936): means weighted by votes times exp(logit), and a correction of the error."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _READERS = {
 
 
 def quantization_of(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return what config.json or ModelOpt's own file says of quantized weights; None if they are not."""
+    """Return the quantization settings in config.json or ModelOpt's own file; None if weights are not quantized."""
     section: Any = None
     for own in (config.get("quantization"), config.get("quantization_config")):  # mlx-lm writes one or both
         if isinstance(own, Mapping) and {"group_size", "bits"} <= own.keys() and "quant_method" not in own:

@@ -36,8 +36,8 @@ def measure(
 ) -> dict[str, Any]:
     """Measure an idle engine: return the times of its decode steps and of reading prompts, in milliseconds.
 
-    Each of `contexts` (tokens of a prompt) is read `rounds` times, and `steps` steps decode after it for each of
-    `batches` (numbers of sequences).
+    A prompt of each length in `contexts` (tokens) is read `rounds` times. After a prompt, `steps` decode steps run for
+    each number of sequences in `batches`.
     """
     _check(engine, batches, contexts, steps)
     random = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""The errors that kvexport shows to users. Each states the problem, the value found, and what the user can do.
+"""The errors that kvexport shows to users. Each error states the problem, the value found, and what the user can do.
 
 A command of kvexport that fails exits with the exit code of the error's class.
 """
@@ -39,7 +39,7 @@ class EnvironmentProblem(KvexportError):
 
 
 class MismatchError(KvexportError):
-    """The error for a difference between an engine's outputs and those of the model in PyTorch."""
+    """The error for a difference between an engine's outputs and the outputs of the model in PyTorch."""
 
     exit_code = 4
 

@@ -26,7 +26,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 def write_manifest(staging: Path, content: dict[str, Any], *, known: Mapping[str, str] | None = None) -> None:
     """Write an artifact's `manifest.json`: `content`, and the SHA-256 and size of every file in the staging folder.
 
-    This is the last step: an artifact with a file that is missing from its manifest is refused.
+    Write the manifest last: an artifact with a file that its manifest does not list is refused.
     """
     entries = {name: entry for name, entry in scan(staging).items() if name != MANIFEST}
     known = dict(known or {})
@@ -91,8 +91,8 @@ def check_artifact(root: Path, verify: bool, later: Collection[str] = ()) -> dic
 def read_verified(root: Path, name: str, expected: str) -> bytes:
     """Return the bytes of an artifact's file after comparing them with the SHA-256 in the manifest.
 
-    The returned bytes are the checked ones, even if the file changes afterwards. Files that are code are read by this
-    function.
+    The returned bytes are the checked bytes, even if the file changes afterwards. Files that contain code must be read
+    by this function.
     """
     try:
         data = (root / name).read_bytes()

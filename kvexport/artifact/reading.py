@@ -23,9 +23,9 @@ def load_checked(path: Path, *, verify: bool = True, later: Collection[str] = ()
 
     An artifact that is replaced during the check is checked again. `path` may be a link to an artifact.
 
-    The digests detect damage: a truncated download, a flipped bit, an edit, a file added by mistake. They do **not**
-    prove where the artifact comes from. A program that can write the directory can write a matching manifest, and can
-    change a file after this check. Load artifacts only from directories that no untrusted user can write.
+    The digests detect damage: a truncated download, a flipped bit, an edit, a file added by mistake. The digests do
+    **not** prove where the artifact comes from. A program that can write the directory can write a matching manifest,
+    and can change a file after this check. Load artifacts only from directories that no untrusted user can write.
     """
     try:
         str(path).encode()

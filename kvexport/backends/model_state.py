@@ -23,7 +23,7 @@ class LaneState(Protocol):
     def decode(
         self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0
     ) -> NDArray[np.float32]:
-        """Append tokens [n, T] to the n batch lanes from `first` on, and return logits; the other lanes do not change.
+        """Append tokens [n, T] to n batch lanes, from lane `first` on, and return logits; other lanes do not change.
 
         Later decoder calls may overwrite the returned logits.
         """
@@ -39,7 +39,7 @@ class LaneState(Protocol):
         return self.decode(input_ids, query_length, first)
 
     def merge(self, first: int, last: int) -> None:
-        """Compress the KV cache of each lane first <= lane < last to its budget of slots."""
+        """Compress the KV caches of batch lanes first <= lane < last to their budgets of slots."""
         ...
 
     def clear(self, first: int, last: int, *, poisoned: bool = False) -> None: ...
@@ -73,13 +73,14 @@ class ModelState(LaneState, Protocol):
     def begin(self, input_ids: NDArray[np.int64], query_length: NDArray[np.int64], first: int = 0) -> Pending:
         """Start a `step` without waiting for it; return a function that waits for the logits.
 
-        `follow` may start the next call before these logits are read. The second `follow` overwrites them.
+        `follow` may start the next call before these logits are read. The second `follow` after this call overwrites
+        these logits.
         """
         rows = self.step(input_ids, query_length, first)
         return lambda: rows
 
     def follow(self) -> Pending:
-        """Start a decode call for the same lanes with the most likely tokens of the previous call, without waiting.
+        """Start a decode call for the same sequences with the most likely tokens of the previous call, without waiting.
 
         Among equal logits the lowest token id is taken.
         """
@@ -113,12 +114,12 @@ class ModelState(LaneState, Protocol):
         ...
 
     def adapt(self, lane: int, rows: range) -> None:
-        """Choose a lane's LoRA adapter for later calls, by its rows in the stacked matrices of all adapters."""
+        """Choose a sequence's LoRA adapter for later calls, by its rows in the stacked matrices of all adapters."""
         if rows:
             raise NotImplementedError
 
     def view(self, lane: int) -> Mapping[str, NDArray[Any]] | None:
-        """Return views of one lane's state tensors with all slots; None if the tensors are on a device."""
+        """Return views of one sequence's state tensors with all slots; None if the tensors are on a device."""
         ...
 
     def get_state(self) -> dict[str, NDArray[Any]]: ...

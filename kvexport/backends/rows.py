@@ -49,7 +49,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class HostRows:
-    """Logits [lanes, vocabulary] of a decoder call in host memory."""
+    """Logits [lanes, vocabulary] of a decoder call in host memory; a lane is a row of the batch."""
 
     logits: npt.NDArray[np.float32]
 

@@ -29,7 +29,7 @@ def default() -> str:
 
 
 def backend_section() -> type[RecipeSection]:
-    """Return the pydantic class of a recipe's section `backend:`, with the common keys and those of every backend."""
+    """Return the pydantic class of a recipe's section `backend:`, with the common keys and each backend's keys."""
     from typing import Literal
 
     from pydantic import Field, create_model

@@ -1,4 +1,4 @@
-"""The division of a KV-cache budget among KV heads or layers so that the sum of their eviction costs is least."""
+"""The division of a KV-cache budget among KV heads or layers so that evictions raise the model's loss least."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def curves_of(
 ) -> NDArray[np.float64]:
     """Return the loss by evictions [n, slots] of n KV heads or layers, for each number of slots from `least` on.
 
-    Between the measured budgets the logarithm of the cost is interpolated linearly in the logarithm of the slots;
-    beyond them it is extrapolated. A head or layer with at least `most` slots evicts nothing and costs 0.
+    Between the measured budgets, the logarithm of the loss is interpolated linearly in the logarithm of the slots;
+    beyond these budgets it is extrapolated. A head or layer with at least `most` slots evicts nothing: its loss is 0.
     """
     slots = np.arange(least, np.max(most) + 1)
     x = np.broadcast_to(np.log(budgets), cost.shape)

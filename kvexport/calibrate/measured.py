@@ -149,7 +149,8 @@ def _require_memory(shape: ModelShape, length: int) -> None:
 def memory_of(shape: ModelShape, length: int) -> int:
     """Estimate the bytes of memory that a measurement takes in addition to PyTorch itself.
 
-    They hold the weights and activations of one layer, the inputs of all layers, and the output head with the logits.
+    The memory holds the weights and activations of one layer, the inputs of all layers, and the output head with the
+    logits.
     """
     model, layers = shape.model, len(shape.geometry)
     head = model.get_output_embeddings().weight.numel()

@@ -44,8 +44,8 @@ class EngineCore:
     requests run together.
 
     A running request has one lane, which is one row of the batch. The engine allocates lanes when requests need them,
-    up to `options.lanes`. Each time it at least doubles the number of lanes, and copies the KV caches of the existing
-    lanes. Requests without a lane wait.
+    up to `options.lanes`. To add lanes, the engine at least doubles their number, and copies the KV caches of the
+    existing lanes. Requests without a lane wait.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class EngineCore:
 
     @cached_property
     def origin(self) -> Origin:
-        """The model and format version from which the engine's snapshots (saved sequence states) come."""
+        """The model and format version that the engine writes into its snapshots (saved states of sequences)."""
         return Origin.of(self.manifest)
 
     @property
@@ -127,7 +127,7 @@ class EngineCore:
         )
 
     def reserve(self) -> Lanes:
-        """Allocate the KV caches of all lanes that requests may ever use, so that memory does not grow later.
+        """Allocate the KV caches of all batch lanes that requests may ever use, so that memory does not grow later.
 
         `reserve` may be called only while no request runs. All calls of `reserve` return the same lanes.
         """

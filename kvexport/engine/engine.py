@@ -41,7 +41,7 @@ class Engine(EngineCore):
     """
 
     def with_options(self, options: EngineOptions) -> Engine:
-        """Return another engine over the same loaded model with other options and no requests.
+        """Return a new engine over the same loaded model, with other options and without requests.
 
         Both engines share weights, tokenizer, compiled grammars and chat template.
         """
@@ -401,7 +401,7 @@ class Engine(EngineCore):
         response_format: Mapping[str, Any] | None = None,
         **overrides: Any,
     ) -> tuple[list[int], PromptImages | None, GenerationSettings, AnswerPlan, Ranges]:
-        """Return a conversation's token ids, images, settings, how to split the answer, and the pinned token ranges."""
+        """Return a conversation's token ids, images, settings, answer parsers, and ranges of never-evicted tokens."""
         generation = settings or self.settings(**overrides)
         form = response_form(response_format)
         if form is not None and generation.grammar is not None:

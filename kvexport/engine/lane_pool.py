@@ -32,7 +32,7 @@ class LanePool:
         return cast(ModelState, self.lanes.state)
 
     def make(self, needed: int, *, others: bool) -> None:
-        """Grow the pool to at least `needed` batch lanes. `others`: running requests must keep their KV caches."""
+        """Grow the pool to at least `needed` batch lanes. If `others` is set, the existing KV caches are copied."""
         present = 0 if self._lanes is None else self._lanes.count
         if needed > present and not others:
             self._lanes, self._used = None, {}  # frees the old state before the new one is made
@@ -57,5 +57,5 @@ class LanePool:
         self._used[target] = False
 
     def poisoned(self, lane: int) -> None:
-        """Note that the KV cache of a lane may contain NaN and must be overwritten before the next request uses it."""
+        """Note that a batch lane's KV cache may contain NaN, so that it is overwritten before the next request."""
         self._used[lane] = True

@@ -76,7 +76,7 @@ class Lanes:
         self._count(range(lanes))
 
     def clear(self, first: int = 0, last: int | None = None, *, poisoned: bool = False) -> None:
-        """Empty the KV caches of lanes first <= lane < last, or of all; `poisoned`: the caches may contain NaN."""
+        """Empty the KV caches of batch lanes first <= lane < last, or of all. `poisoned`: caches may contain NaN."""
         last = self.count if last is None else last
         self.state.clear(first, last, poisoned=poisoned)
         self._held[first:last] = 0
@@ -85,7 +85,7 @@ class Lanes:
         self._count(range(first, last))
 
     def counters(self, lane: int) -> Counters:
-        """Return counters of a lane: slots of each KV head after the last merge, tokens since then, and all tokens."""
+        """Return a sequence's counters: slots of each KV head after the last merge, tokens since then, all tokens."""
         return Counters(tuple(self._held[lane].tolist()), self._added[lane], self.length[lane], self._pins[lane])
 
     def pin(self, lane: int, pins: Pins) -> None:
@@ -97,7 +97,7 @@ class Lanes:
         self._pins[lane] = pins
 
     def occupied(self, lane: int) -> float:
-        """Return how many slots of a lane are occupied, averaged over KV heads that evict; if none does, its tokens."""
+        """Return how many slots a sequence occupies, averaged over KV heads that evict; if none does, its tokens."""
         if not self._compresses.any():
             return self.length[lane]
         return float(self._held[lane][self._compresses].mean()) + self._added[lane]
@@ -108,19 +108,19 @@ class Lanes:
         return float(self._budget[self._compresses].mean()) if self._compresses.any() else math.inf
 
     def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
-        """Return copies of one lane's state tensors in host memory, as `ModelState.read` does."""
+        """Return copies of one sequence's state tensors in host memory, as `ModelState.read` does."""
         return self._state().read(lane, names)
 
     def view(self, lane: int) -> Mapping[str, NDArray[Any]] | None:
-        """Return views of one lane's state tensors, as `ModelState.view` does; None if they are not in host memory."""
+        """Return views of one sequence's state tensors, as `ModelState.view` does; None if they are not on the host."""
         return self._state().view(lane)
 
     def write(self, lane: int, state: Mapping[str, NDArray[Any]]) -> None:
-        """Overwrite some state tensors of one lane with tensors that have as many occupied slots as before."""
+        """Overwrite some state tensors of one sequence; the number of occupied slots must stay the same."""
         self._state().write(lane, state)
 
     def save(self, lane: int) -> Saved:
-        """Return the state tensors and counters of one lane, for `restore`.
+        """Return the state tensors and counters of one sequence, for `restore`.
 
         Recent queries that a method stores for its merges are left out if newer queries will replace them before the
         next merge.
@@ -129,7 +129,7 @@ class Lanes:
         return Saved(state, self.counters(lane))
 
     def saved_bytes(self, lane: int) -> int:
-        """Return an upper bound of the bytes that `save` copies of a lane: occupied slots and stored recent queries."""
+        """Return an upper bound of the bytes that `save` copies: occupied slots and stored recent queries."""
         used = iter(np.minimum(self._held[lane] + self._added[lane], self._capacity).tolist())
         caches = [
             replace(x, capacity=x.first_slots(max(itertools.islice(used, x.kv_heads)))) for x in self._plan.caches
@@ -137,12 +137,12 @@ class Lanes:
         return replace(self._plan, caches=tuple(caches)).bytes()
 
     def restore(self, lane: int, saved: Saved) -> None:
-        """Load a saved lane. It may come from another engine whose cache shapes and merge interval are equal."""
+        """Load a saved sequence, which may come from another engine with equal cache shapes and merge interval."""
         self._state().write(lane, with_whole_rings(self._plan, saved.state), saved.counters.length)
         self._set(lane, saved.counters)
 
     def before_merge(self, lane: int) -> int:
-        """Return the smallest number of tokens that a lane gets before its KV cache is compressed again."""
+        """Return the smallest number of tokens that a sequence gets before its KV cache is compressed again."""
         due = max(self._spare[lane] + 1, 1 if self._every_chunk else self.merge_every)
         full = self._room[lane] - self.prefill_chunk + 1  # with more tokens, the next prompt chunk might not fit
         return max(min(due, full) - self._added[lane], 0)
@@ -191,7 +191,7 @@ class Lanes:
         unread: Collection[int] = (),
         images: CallImages | None = None,
     ) -> NDArray[np.float32]:
-        """Append tokens to lanes, compress the KV caches that are due, and return the logits.
+        """Append tokens to batch lanes, compress the KV caches that are due, and return the logits.
 
         A cache over its budget is compressed after a prompt chunk (unless prompts are compressed at their end), or,
         during decoding, once it has `merge_every` new tokens.
@@ -210,7 +210,7 @@ class Lanes:
         prefill: bool = False,
         unread: Collection[int] = (),
     ) -> T:
-        """Append tokens to lanes as `append` does, but by the model call `decode`, and return what `decode` returns."""
+        """Append tokens to batch lanes as `append` does, but by the model call `decode`; return what it returns."""
         result = self._append(decode, tokens, first or 0, every=first is None)
         waits = () if self._every_chunk else unread
         counts, at_once = [len(t) for t in tokens], prefill and self._every_chunk
@@ -225,20 +225,20 @@ class Lanes:
     def begin(
         self, decode: Callable[[NDArray[np.int64], NDArray[np.int64], int], T], tokens: Sequence[Tokens], *, first: int
     ) -> T:
-        """Append tokens to lanes by the model call `decode`; `merge_due` compresses the KV caches later."""
+        """Append tokens to batch lanes by the model call `decode`; `merge_due` compresses the KV caches later."""
         return self._append(decode, tokens, first)
 
     def merge_due(self, lanes: Sequence[int]) -> None:
-        """Compress those KV caches of `lanes` (in ascending order) that have enough new decoded tokens."""
+        """Compress those KV caches of batch lanes (in ascending order) that have `merge_every` new decoded tokens."""
         if due := [lane for lane in lanes if self._is_due(lane, at_once=False)]:
             self._merge(due)
 
     def draft(self, tokens: Sequence[Tokens], *, first: int) -> NDArray[np.float32]:
-        """Append each lane's last token and drafted tokens without compression; then call `settle` for each lane."""
+        """Append each sequence's last and drafted tokens without compression; then call `settle` for each lane."""
         return self._append(self.state.decode, tokens, first)
 
     def settle(self, lane: int, rejected: int) -> None:
-        """Remove a lane's last `rejected` drafted tokens, and compress its KV cache if enough tokens are new."""
+        """Remove a sequence's last `rejected` drafted tokens; then compress its KV cache if enough tokens are new."""
         if rejected:
             self._state().rollback(lane, rejected)
             self._added[lane] -= rejected
@@ -313,7 +313,7 @@ class Lanes:
         return last
 
     def _merge(self, due: list[int]) -> None:
-        """Compress the KV caches of the lanes `due`, with one call of the merge graph for each range of lanes."""
+        """Compress the KV caches of batch lanes, with one call of the merge graph for each range of lanes."""
         if not self._merges.any():
             return
         for _, run in itertools.groupby(enumerate(due), lambda item: item[1] - item[0]):
@@ -331,7 +331,7 @@ class Lanes:
             self._count(lanes)
 
     def _age_pins(self, lane: int) -> None:
-        """Lower the positions of a lane's pinned slots below 0, because a merge never evicts the lowest positions.
+        """Lower the positions of a sequence's pinned (never evicted) slots below 0, where a merge evicts nothing.
 
         A pinned slot is never merged, so no other slot has its position.
         """
@@ -348,7 +348,7 @@ class Lanes:
 
     @contextmanager
     def _positions(self, lane: int) -> Iterator[list[NDArray[Any]]]:
-        """Yield the slot positions of a lane, one array per layer with pinned slots; changes are written back."""
+        """Yield a sequence's slot positions, one array for each layer that can pin slots; changes are written back."""
         view = self._state().view(lane)
         state = self._state().read(lane, self._pinnable) if view is None else view
         yield [state[name] for name in self._pinnable]

@@ -114,7 +114,7 @@ class PromptEnd:
 
     Attributes:
         row: The logits after the prompt [vocabulary].
-        lane: The lane that read the prompt.
+        lane: The lane (row of the batch) that read the prompt.
         saved: The saved state of that lane; None while the lane has not changed since it read the prompt.
     """
 
@@ -206,7 +206,7 @@ class Request:
     def fork(self, settings: GenerationSettings | None = None) -> Request:
         """Return a request for another answer to the same prompt. Add it to the engine after this request.
 
-        The prompt is read once, and the fork's answer begins from a copy of this request's lane.
+        The prompt is read once, and the fork's answer begins from a copy of this request's KV cache.
 
         Args:
             settings: The settings of the fork; None takes those of this request. With equal settings the fork gets
@@ -302,7 +302,7 @@ class Request:
         return self.start is not None and len(self.prompt) == 0
 
     def waiting_state(self, plan: CachePlan) -> Saved:
-        """Return the saved lane from which a waiting request will start: its snapshot's, otherwise an empty lane."""
+        """Return the state from which a waiting request will start: its snapshot's, or an empty KV cache."""
         return empty_lane(plan) if self.start is None else self.start.saved
 
     def snapshot_with(self, saved: Saved, origin: Origin) -> Snapshot:
@@ -362,8 +362,8 @@ class Request:
     def is_foreseen(self, max_length: int) -> bool:
         """Return whether the next token certainly has the largest logit, and the answer may go on after it.
 
-        The result is False if `keep` is set, because the lane is then saved at the end of the answer. Prompt and answer
-        together have at most `max_length` tokens.
+        The result is False if `keep` is set, because the KV cache is then saved at the end of the answer. Prompt and
+        answer together have at most `max_length` tokens.
         """
         return self.room(max_length) > 1 and not self.keep and self.sampler.takes_largest
 
@@ -372,7 +372,7 @@ class Request:
         return self.state is DECODING and self.tokens[-1].id == token
 
     def begin(self, lane: int) -> None:
-        """Assign a lane to the request: it starts prefilling, or decoding if its prompt has been read already."""
+        """Assign a batch lane to the request: it starts to read its prompt, or to decode if the prompt is read."""
         self._require(WAITING)
         if self.fork_of is not None:
             self.skip(len(self.ids))
@@ -426,7 +426,10 @@ class Request:
 
 
 def _range(pin: object, tokens: int) -> tuple[int, int]:
-    """Return one pinned range of a prompt's tokens as (first, end). Raise UsageError for anything else."""
+    """Return one pinned (never evicted) range of a prompt's tokens as (first, end).
+
+    Raise UsageError for anything else.
+    """
     ends = tuple(pin) if isinstance(pin, tuple | list) else ()
     whole = len(ends) == 2 and all(isinstance(end, int | np.integer) for end in ends)
     if not whole or not 0 <= ends[0] <= ends[1] <= tokens:
@@ -438,14 +441,14 @@ def _range(pin: object, tokens: int) -> tuple[int, int]:
 
 
 def ranges_of(pin: Pin) -> Ranges:
-    """Return the pinned tokens as ranges (first, end); a number n means the first n tokens."""
+    """Return the tokens that a caller pins (never evicts) as ranges (first, end); a number n means the first n."""
     if isinstance(pin, int | np.integer):
         return [(0, int(pin))] if pin else []
     return pin
 
 
 def empty_lane(plan: CachePlan) -> Saved:
-    """Return the saved state of an empty lane: no KV-cache entries and counters of 0."""
+    """Return the saved state of a new sequence: no KV-cache entries, and counters of 0."""
     places = slot_places(plan)
     state = {}
     for name, _, layer, kind in plan.state_names():

@@ -1,8 +1,8 @@
 """The scheduler: it assigns batch lanes to requests, and picks the next prompt chunks and the lanes that decode.
 
 - Waiting requests get the lowest free lanes, in the order of priority and then of arrival. A request keeps its lane
-  until it finishes, or moves to a lower free lane. It moves because a decode call covers all lanes up to the last one
-  that decodes.
+  until it finishes, or moves to a lower free lane. Requests move because a decode call covers all lanes up to the last
+  lane that decodes.
 - Every step reads one prompt chunk. Steps alternate between the prompt with the fewest unread chunks and the prompt
   that arrived first. So equal prompts finish in the order of arrival, a short prompt waits for at most one chunk of a
   longer one, and the first prompt gets at least half of the prefill calls.
@@ -28,7 +28,7 @@ MOVED_TOKENS = 8
 
 
 class Schedule(NamedTuple):
-    """The work of one engine step: which requests get lanes, read a prompt chunk, decode, or move to another lane."""
+    """The work of one engine step: which requests get batch lanes, read a prompt chunk, decode, or change lanes."""
 
     admitted: Sequence[Request] = ()  # requests that got their lane for this step
     prefill: Sequence[Request] = ()  # requests in neighbouring lanes that read their next chunk
@@ -68,7 +68,7 @@ class Scheduler:
         bisect.insort(self.waiting, request, key=lambda other: (other.priority, other.id))
 
     def expired(self, now: float) -> list[Request]:
-        """Return the requests without a lane whose deadline has passed at time `now`."""
+        """Return the requests that have no batch lane and whose deadline has passed at time `now`."""
         return [x for x in self.waiting if x.deadline is not None and x.deadline <= now]
 
     def next(self) -> Schedule:
@@ -110,7 +110,7 @@ class Scheduler:
         return list(finished.values())
 
     def remove(self, request: Request) -> None:
-        """Remove a request from the waiting queue and from its lane, between two steps."""
+        """Remove a request from the waiting queue and from its batch lane, between two steps."""
         if request.lane >= 0:
             self.lanes[request.lane] = None
         self._decoding = [other for other in self._decoding if other is not request]
@@ -142,7 +142,7 @@ class Scheduler:
         return self._is_ready(request) and not self._follows(request, prefilling)
 
     def _is_ready(self, request: Request) -> bool:
-        """Return whether a waiting request can get a lane now.
+        """Return whether a waiting request can get a lane (row of the batch) now.
 
         A fork (another answer to a prompt) waits until the prompt has been read. If the request that should read the
         prompt ended early, the fork reads the prompt.
@@ -160,8 +160,8 @@ class Scheduler:
     def _chunks(self) -> list[Request]:
         """Return the requests whose next prompt chunks one prefill call reads together.
 
-        All chunks of a call are padded to the longest chunk, so requests in neighbouring lanes join a call only if the
-        padding costs less than a call of their own.
+        All chunks of a call are padded to the longest chunk, so requests in neighbouring lanes (rows of the batch) join
+        a call only if the padding costs less than a call of their own.
         """
         if not self._prefilling:
             return []

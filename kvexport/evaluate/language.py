@@ -112,7 +112,7 @@ class Text:
     def filler(self, rng: np.random.Generator, count: int) -> list[Ids]:
         """Return consecutive lines of the source text from a random line on, as token ids.
 
-        The last line may be shortened.
+        The last line may be cut to fit the number of tokens.
         """
         lines: list[Ids] = []
         end = self._continue("\n")

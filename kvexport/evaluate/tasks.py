@@ -1,6 +1,7 @@
 """The tasks of `kvexport eval`, one small function each: recall of facts from long prompts, and plain text.
 
-A new task is a new function with the decorator `@task`. It then appears in `kvexport eval`, its tables and its report.
+A new task is a new function with the decorator `@task`. The task then appears in the tables and the report of `kvexport
+eval`.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ IGNORE = -100  # label of a position without a loss
 def filler_sentences(rng: np.random.Generator, count: int) -> list[list[int]]:
     """Return filler sentences of exactly ``count`` tokens in all.
 
-    Each sentence has two to eight words and a full stop. The last may be shorter.
+    Each sentence has two to eight words and a full stop. The last sentence may be shorter.
     """
     words = rng.choice(FILLER_IDS, size=count).tolist()
     sentences, start = [], 0

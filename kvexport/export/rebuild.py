@@ -36,7 +36,7 @@ def rebuild(
 ) -> Path:
     """Let the recipe's backend prepare a copy of an artifact for this machine; the ONNX graphs stay unchanged.
 
-    This needs the package onnx, but neither torch nor the checkpoint.
+    The preparation needs the package onnx, but neither torch nor the checkpoint.
     """
     manifest = load_manifest(source)
     recipe = _with_backend(manifest.recipe, overrides)

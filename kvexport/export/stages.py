@@ -255,7 +255,6 @@ def _merge_bytes(plan: CachePlan, method: Any) -> bytes:
 
 
 def _parse_merge(model: bytes, method: Any) -> onnx.ModelProto | None:
-    """Parse the merge graph (None without bytes), and keep its functions for later builds of this process."""
     if not model:
         return None
     parsed: onnx.ModelProto = onnx.ModelProto.FromString(model)

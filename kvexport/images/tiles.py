@@ -99,8 +99,8 @@ class ImageSpec:
 def tiles_of(image: Image, spec: ImageSpec) -> tuple[NDArray[np.float32], str]:
     """Cut an RGB image into tiles [tiles, 3, height, width]; also return the name of the grid of tiles.
 
-    `spec.texts` has the text of each grid. An image of patches is one tile of the scaled image's size, and the grid's
-    name is the number of vectors.
+    `spec.texts` has the text that stands for an image with a given grid in a prompt. If images are cut into patches,
+    the scaled image is one tile, and the grid's name is the number of vectors.
     """
     cuts = {"whole": _whole, "canvas": _canvas, "rows": _rows, "anyres": _anyres, "patches": _patches, "lines": _lines}
     tiles, grid = cuts[spec.cut](image, spec)

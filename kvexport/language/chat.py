@@ -35,7 +35,7 @@ _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
 class Pin(str):
-    """The value "pin" of a message's field `cache`, and where the field stands in a client's request, for errors."""
+    """The mark "pin" (never evict) in a message's field `cache`, and where the client's request has the field."""
 
     where: str
 
@@ -163,8 +163,8 @@ def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
 def _is_whole(text: str, messages: list[dict[str, Any]]) -> bool:
     """Return whether the text that a chat template rendered has not lost or distorted a part of the messages.
 
-    The text must show every system message. It must not show the arguments of a tool call as a Python dict, because
-    they should be JSON.
+    The text must show every system message. The text must not show the arguments of a tool call as a Python dict,
+    because they should be JSON.
     """
     for message in messages:
         content = message.get("content")

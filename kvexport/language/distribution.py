@@ -164,8 +164,8 @@ def distribution_of_top(
 ) -> tuple[Ids, npt.NDArray[np.float64]] | None:
     """Return the tokens that could be sampled and their probabilities, from the largest logits of a row.
 
-    The result is None if the largest logits do not determine it. They must suffice for the first of the filters top_k,
-    top_p and min_p that is set. The later filters only get the tokens that the first filter kept.
+    The result is None if the largest logits do not determine it. The largest logits must suffice for the first of the
+    filters top_k, top_p and min_p that is set. The later filters only get the tokens that the first filter kept.
     """
     top_p, min_p = settings.top_p, settings.min_p
     if 0 < settings.top_k < vocabulary:

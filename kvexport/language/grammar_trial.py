@@ -15,7 +15,10 @@ _STACK = 2 << 20  # bytes, a quarter of a thread's stack: a grammar that passes 
 
 
 class _Bytes:
-    """A tokenizer with a token for every byte, and tokens without text for all other ids. It is quick to build."""
+    """A tokenizer with a token for every byte, and tokens without text for all other ids.
+
+    This tokenizer is quick to build.
+    """
 
     eos_token_id, bos_token_id, special_token_ids = 256, None, (256,)
 

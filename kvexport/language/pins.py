@@ -28,7 +28,7 @@ def render_pinned(
     system: bool = False,
     image: str = "",
 ) -> tuple[str, list[Span]]:
-    """Return a conversation as text, and the spans (first character, end) of the text that are pinned.
+    """Return a conversation as text, and the spans (first character, end) of the text that are never evicted.
 
     If a leading system message is pinned, the span reaches from the beginning of the text to the first other message,
     and so includes tools that the template puts there. A pinned system message that the template shows later has a span
@@ -84,7 +84,7 @@ def refuse_beside_images(messages: Sequence[Message]) -> None:
 
 
 def place_of(messages: Sequence[Message], i: int) -> str:
-    """Return the name of the field that pins a message, as the client knows it."""
+    """Return the name of the field that pins a message (keeps it in the KV cache), as the client knows the field."""
     field = messages[i].get(PIN_FIELD)
     return field.where if isinstance(field, Pin) else f"messages.{i}.{PIN_FIELD}"
 

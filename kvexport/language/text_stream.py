@@ -1,4 +1,4 @@
-"""The text of a sequence that grows token by token, up to a stop string."""
+"""The text of a sequence that grows token by token and ends before a stop string."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class TextStream:
 
     `push` returns only text that no later token changes. It keeps back the bytes of an incomplete character and any
     text that may begin a stop string. All returned pieces joined equal `decode` of all tokens, up to the stop string.
-    They differ only if a byte-fallback tokenizer's bytes are no UTF-8: `decode` then drops the valid characters next to
-    them too.
+    The two texts differ only if a byte-fallback tokenizer's bytes are no UTF-8: `decode` then also drops valid
+    characters next to such bytes.
 
     If several stop strings appear, the one that ends first counts, and among those that end together the longest. The
     result therefore does not depend on how the text is cut into tokens. Neither the stop string nor the text after it

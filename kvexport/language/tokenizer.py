@@ -25,7 +25,7 @@ _SHORT_TEXT = 4096  # characters, which are encoded within a few milliseconds
 
 
 class Tokenizer:
-    """A wrapper of `tokenizers.Tokenizer` that never truncates or pads. Several sequences can share one."""
+    """A wrapper of `tokenizers.Tokenizer` that never truncates or pads. Several sequences can share one tokenizer."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         inner.no_truncation()

@@ -2,9 +2,9 @@
 
 A tool call stands behind a marker of the model's form (`kvexport.language.tools`). The call is a JSON object with a
 name and arguments, or a name with the JSON of its arguments, or a name with a pair of tags for each argument. The
-parser never shows a piece of a marker as text. It shows no piece of a call before the call's name is known to be that
-of a tool. Arguments in JSON are shown as they are generated, and arguments in tags one by one. Text that resembles a
-call but is none is shown as text.
+parser never shows a piece of a marker as text. The parser shows no piece of a call before the call's name is known to
+be the name of a tool. Arguments in JSON are shown as they are generated, and arguments in tags one by one. Text that
+resembles a call but is none is shown as text.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ class CallReader:
 class CallParser:
     """A streaming parser of the JSON object of a tool call.
 
-    The parser keeps the tool's `name` and passes on the JSON of its arguments. It skips the values of other keys, of
-    which it only follows quotes and brackets.
+    The parser keeps the tool's `name` and passes on the JSON of its arguments. The parser skips the values of other
+    keys, and follows only their quotes and brackets.
     """
 
     def __init__(self, keys: Collection[str]) -> None:

@@ -47,7 +47,6 @@ class CallForm:
     id_length: int = 24  # length of the ids that the template accepts
 
     def reader(self, tools: Sequence[Tool]) -> CallReader:
-        """Return a parser of tool calls in one answer, whose text must show the special tokens that mark calls."""
         names = [_name(tool) for tool in tools]
         head = self.head.replace("NAME", f"(?P<name>{_NAME.pattern})")
         if not self.head:

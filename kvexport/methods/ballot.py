@@ -1,7 +1,7 @@
 """The compression method `ballot`, kvexport's own: evict the cache slots that another slot can replace best.
 
 `ballot` merges an evicted slot into the slot with the nearest key. The votes of both slots (the number of tokens that a
-slot stands for) add up, to a bound.
+slot stands for) add up, but to at most `votes_max`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Ballot(Merging):
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """A slot's statistics: the sum of its attention probabilities, and an average of exp(logit) as merge weight."""
+        """A slot's statistics: the sum of its attention probabilities, which ranks slots; a mean of exp(logit)."""
         return (Statistic("probability"), Statistic("log_ema", self.decay))
 
     def policy(self) -> MergePolicy:

@@ -12,8 +12,8 @@ class NeighbourPairs(Merging):
     """A method that merges neighbouring cache slots in pairs, the least attended pairs first.
 
     Sinks (first positions) and recent slots are in no pair. If merging pairs does not free enough slots, the least
-    attended slots are dropped. To avoid this, a budget should have at least as many slots besides sinks and recent ones
-    as are evicted at once.
+    attended slots are dropped. To avoid such drops, the budget minus sinks and recent slots should be at least the
+    number of slots that are evicted at once.
 
     Attributes:
         share_pairs: Whether all heads of a layer choose the same pairs, by the sum of their attention.

@@ -160,7 +160,7 @@ def ranks(x: Tensor) -> Tensor:
 def corrected_log_ema(slots: Slots, k: int, decay: float) -> Tensor:
     """Return ln(S / (1 - a^n)), the bias-corrected moving average S of statistic k with the decay a; [B, H, C].
 
-    n is the number of queries since the slot's token. It includes queries outside the statistic's window, because the
+    n is the number of queries since the slot's token. n includes queries outside the statistic's window, because the
     queries inside stand for the whole call.
     """
     import torch

@@ -77,7 +77,7 @@ class ExpertsForm:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The attributes of an Experts node, by name."""
+        """The ONNX attributes of an Experts node with this form, by name."""
         values = {name: value for name, value in vars(self).items() if self.packed or name not in PACKED_ATTRIBUTES}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
@@ -153,10 +153,10 @@ def experts(
 def experts_function(form: ExpertsForm, multiply: Multiply | None = None) -> onnx.FunctionProto:
     """Return the ONNX function of an Experts node; its inputs and outputs are those of `experts`.
 
-    The function loops over the experts and skips those that no token chose. Each expert multiplies only the rows of its
-    own tokens. ONNX cannot index tensors of 4 bits, so packed weights of all experts are dequantized before the loop.
-    All floating-point tensors have one type. If `multiply` is given, this function makes the nodes for products with
-    packed weights, and no weight is dequantized.
+    The function loops over the experts and skips experts that no token chose. Each expert multiplies only the rows of
+    its own tokens. ONNX cannot index tensors of 4 bits, so packed weights of all experts are dequantized before the
+    loop. All floating-point tensors have one type. If `multiply` is given, this function makes the nodes for products
+    with packed weights, and no weight is dequantized.
     """
     before: list[str] = []
     dense = {weight: weight for weight in WEIGHTS}

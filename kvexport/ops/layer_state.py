@@ -127,7 +127,7 @@ class ImageLanes(NamedTuple):
 
     @classmethod
     def of(cls, lanes: Tensor, places: Tensor, position: Tensor) -> ImageLanes:
-        """Return the lanes that have images. A token belongs to an image where `places` [B, T] is above 0.
+        """Return the sequences that have images. A token belongs to an image where `places` [B, T] is above 0.
 
         Neighbouring tokens with `places` above 0 belong to one image. The first element of `lanes` [1 + L] is a dummy.
         """
@@ -150,7 +150,7 @@ class ImageLanes(NamedTuple):
         sink_logits: Tensor | None,
         **layer: Any,
     ) -> Tensor:
-        """Return a layer's attention output after replacing the rows of lanes with images, whose tokens see later ones.
+        """Recompute a layer's attention output for sequences with images, whose tokens see later ones.
 
         `output` is the result of VoteAttention, in which no token sees a later one. The cache keeps VoteAttention's
         statistics, so VoteAttention's kernels need no code for images. `layer_read_attention` explains the arguments.
@@ -171,10 +171,10 @@ def layer_read_attention(
     capacity: Sequence[int],
     images: ImageLanes | None = None,
 ) -> Tensor:
-    """Return the attention output of queries that read a layer's KV cache. `read_attention` explains the arguments.
+    """Return the attention output of queries over a layer's KV cache. `read_attention` explains the arguments.
 
-    `state` has the layer's state tensors after the new tokens were appended, without the tensors that a method adds.
-    KV head h has `capacity[h]` slots. With `images` the queries are only those of the lanes that have images.
+    `state` has the layer's state tensors after the new tokens were appended, without the tensors that a method adds. KV
+    head h has `capacity[h]` slots. With `images` the queries are only those of sequences that have images.
     """
     parts = split_state(state, state_of(state[0].dtype, ()), capacity, together=len({*capacity}) == 1)
     queries = query.chunk(len(parts), 1) if len(parts) > 1 else (query,)

@@ -53,7 +53,7 @@ def _high_bits(kind: int) -> int:
 
 @dataclass(frozen=True)
 class Form:
-    """The steps that a Linear node computes in addition to its matrix products; 0 stands for a step that it lacks.
+    """The steps that a Linear node computes beside its matrix products; 0 or False stands for a step that it lacks.
 
     Attributes:
         input_heads: The number of heads in the input, if heads are a dimension of their own.
@@ -119,7 +119,7 @@ class Form:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The attributes of a Linear node, by name."""
+        """The ONNX attributes of a Linear node with these steps, by name."""
         left_out = [*(() if self.packed else PACKED_ATTRIBUTES), *(() if self.adapted else ("adapted",))]
         values = {name: value for name, value in vars(self).items() if name not in left_out}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
@@ -358,7 +358,6 @@ def _sixes(name: str, kept: str, flat: str, like: str) -> list[str]:
 def _with_high(
     weight: str, numbers: str, kind: int, inputs: Mapping[str, str], kept: str
 ) -> tuple[list[str], list[str]]:
-    """Return nodes that join a weight's lower and upper bits, and the names of DequantizeLinear's operands."""
     high, bits = inputs["high"], 2 if kind & 64 else 4
     lines = [
         *_fields(high, _high_bits(kind), kept, f"{weight}_flat"),

@@ -68,7 +68,8 @@ _merge_functions: dict[tuple[type[Method], str], onnx.FunctionProto] = {}  # key
 def vote_attention_node_attributes(attributes: VoteAttentionAttributes, capacity: Sequence[int] = ()) -> dict[str, Any]:
     """Return the attributes of a VoteAttention node by their names in docs/reference/contract.md.
 
-    Lists have an entry for each statistic and are named like the fields of `Statistic`.
+    Attributes of an attention statistic are lists with an entry for each statistic, named like the fields of
+    `Statistic`.
     """
     values: dict[str, Any] = {"statistics": [s.kind for s in attributes.statistics]}
     for name in (a.name for a in VOTE_ATTENTION.attributes if a.name not in values and not a.optional):

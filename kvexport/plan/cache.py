@@ -40,7 +40,7 @@ class LayerGeometry:
 class LayerCache:
     """The plan of the KV cache of one layer, whose KV heads may have budgets of their own.
 
-    In the tensor `key` a sequence has [slots, key_size]: the slots of one head after those of another.
+    In the tensor `key` a sequence has [slots, key_size], with the slots of the KV heads one after another.
     """
 
     key_size: int  # size of a key in elements
@@ -225,7 +225,7 @@ def resized(x: NDArray[Any], axis: int, before: Sequence[int], after: Sequence[i
 
 
 def stored_rows(stored: NDArray[Any], scale: NDArray[Any] | None) -> NDArray[np.float32]:
-    """Return stored keys or values as float32; those of an 8-bit or 4-bit cache stay Hadamard-rotated."""
+    """Return stored keys or values as float32; rows of an 8-bit or 4-bit cache stay Hadamard-rotated."""
     if scale is None:
         return stored.astype(np.float32)
     if stored.dtype == np.uint8:

@@ -215,7 +215,7 @@ def _require_not_periodic(recipe: Recipe, why: str) -> None:
 
 
 def _require_pins_kept(recipe: Recipe, method: Method, geometry: Sequence[LayerGeometry]) -> None:
-    """Raise UsageError if a recipe reserves room for pinned tokens that its cache could not use."""
+    """Raise UsageError if a recipe reserves room for pinned (never evicted) tokens that its cache cannot use."""
     why, fix = "", "--set cache.pinned=0"
     if not method.compresses:
         why = f"the method {method.name} evicts nothing, so every token is kept"

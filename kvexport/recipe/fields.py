@@ -15,7 +15,10 @@ from kvexport.recipe.section import RecipeSection
 if TYPE_CHECKING:
 
     class BackendSection(RecipeSection):
-        """The recipe's section `backend`: the program that runs the ONNX graphs. Each backend adds further keys."""
+        """The recipe's section `backend`: the program that runs the ONNX graphs.
+
+        Each backend adds further keys to the section.
+        """
 
         name: str = ""
 else:

@@ -57,7 +57,7 @@ def _identity(path: Path) -> Path:
 
 
 def read_with_parents(start: Path, findings: Findings) -> Tree:
-    """Return the contents of a recipe file merged over those of all recipes that it extends."""
+    """Return the contents of a recipe file merged over the contents of all recipes that it extends."""
     layers: list[Tree] = []
     trail: dict[Path, str] = {}
     path: Path | None = start
@@ -87,7 +87,7 @@ def read_with_parents(start: Path, findings: Findings) -> Tree:
 
 
 def inherit(parent: Tree, child: Tree) -> Tree:
-    """Return the keys of a recipe merged over those of the recipe that it extends.
+    """Return the keys of a recipe (`child`) merged over the keys of the recipe that it extends (`parent`).
 
     If the two recipes have different compression methods, inherited parameters that the new method does not have are
     left out.

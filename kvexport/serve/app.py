@@ -40,7 +40,7 @@ requests_log = logging.getLogger("kvexport.serve.requests")
 
 
 def create_app(engine: Engine, settings: ServeSettings | None = None) -> Starlette:
-    """Return the ASGI application that serves an engine over HTTP, and is the engine's only user."""
+    """Return the ASGI application that serves an engine over HTTP. Nothing else may use the engine."""
     engine.settings()
     service = Service(engine, settings or ServeSettings())
     measure(service)

@@ -86,7 +86,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def pin_of(*parts: tuple[str, Any]) -> dict[str, Any]:
-    """Return the field that pins a chat message, if one of the message's named `parts` has this field; else nothing."""
+    """Return the field that keeps a message in the KV cache, if one of the message's `parts` has this field."""
     marked = [(f"{where}.{PIN_FIELD}", part[PIN_FIELD]) for where, part in parts if part.get(PIN_FIELD) is not None]
     for where, value in marked:
         if value != PIN:

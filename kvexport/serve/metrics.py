@@ -49,7 +49,7 @@ class Metrics:
         self._prompt_sizes.observe(len(request.ids))
 
     def tokens(self, count: int, seconds: float, *, first: bool) -> None:
-        """Record new tokens, which came `seconds` after the previous ones (`first`: after the request arrived)."""
+        """Record `count` new tokens, `seconds` after the previous tokens (`first`: after the request's arrival)."""
         self._generated.inc(count)
         if first:
             self._first.observe(seconds)

@@ -112,7 +112,7 @@ def picture_of(part: Mapping[str, Any], where: str) -> Picture:
 def with_pictures(
     messages: Sequence[Mapping[str, Any]], manifest: Manifest, settings: ServeSettings
 ) -> tuple[list[Mapping[str, Any]], int]:
-    """Return messages in which images became functions that open them, for `Engine.chat_text`; and the image count."""
+    """Replace the images in messages by functions that open them, for `Engine.chat_text`; also count the images."""
     count, left = 0, MOST_PIXELS
 
     def read(picture: Picture) -> Image:

@@ -35,7 +35,7 @@ LARGE_TEXT = 1 << 20  # characters; encoding a longer text takes some 100 MB
 
 
 class EncodedChat(NamedTuple):
-    """A conversation, or its continuation of a snapshot, as token ids, images and pinned ranges."""
+    """A conversation, or its continuation of a snapshot, as token ids, images and ranges that are never evicted."""
 
     ids: NDArray[Any]
     images: PromptImages | None
@@ -73,7 +73,7 @@ class Prompts:
     async def encode_chat(
         self, messages: Sequence[Any], tools: Any, variables: Mapping[str, Any], *, fits: bool = True
     ) -> EncodedChat:
-        """Return a conversation's token ids, images and pinned ranges; images are encoded only if `fits` is set."""
+        """Return a conversation's token ids, images and never-evicted ranges; encode images only if `fits` is set."""
         engine = self.engine
         bound, pictures = self._bound(messages)
 
@@ -96,7 +96,7 @@ class Prompts:
     def _pins(
         self, text: str, ids: Sequence[int], messages: Sequence[Any], tools: Any, variables: Mapping[str, Any]
     ) -> Ranges:
-        """Return the ranges of a conversation's token ids that are pinned; `text` has the images' placeholders."""
+        """Return the ranges of a conversation's token ids that are never evicted; `text` has image placeholders."""
         template, tokenizer = self.engine.chat_template, self.engine.tokenizer
         marked = any(message.get(PIN_FIELD) is not None for message in messages)
         if template is None or tokenizer is None or not (marked or self._pins_system):

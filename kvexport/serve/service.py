@@ -52,7 +52,7 @@ log = logging.getLogger("kvexport.serve")
 
 
 class Rendering(Protocol):
-    """Interface of a writer of server-sent events in the form of one API.
+    """Interface of a class that writes server-sent events in the format of one HTTP API.
 
     Every method returns the bytes of events; b"" if there is no event.
     """
@@ -263,7 +263,7 @@ class Service:
     async def submit(self, prepared: Prepared, *, streams: bool) -> Job:
         """Queue engine requests until they get lanes (rows of the batch).
 
-        The caller must end the returned job by `end`.
+        The caller must pass the returned job to `end`.
         """
         job = Job(prepared.requests, streams=streams, buffer=self.settings.buffer)
         seconds = self._seconds(prepared.turn)

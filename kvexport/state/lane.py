@@ -22,7 +22,7 @@ class Counters(NamedTuple):
 
 
 def joined(pins: Iterable[tuple[int, int]]) -> Pins:
-    """Return ranges (first, end) of pinned positions in order, without empty ones; touching ranges are joined."""
+    """Return ranges (first, end) of never-evicted positions in order: empty ones left out, touching ones joined."""
     result: list[tuple[int, int]] = []
     for first, end in sorted(pins):
         if first >= end:
@@ -35,7 +35,7 @@ def joined(pins: Iterable[tuple[int, int]]) -> Pins:
 
 
 def within(pins: Pins, first: int, end: int) -> Pins:
-    """Return the pinned ranges cut to the positions first <= position < end."""
+    """Return the ranges of never-evicted positions, cut to first <= position < end."""
     return joined((max(a, first), min(b, end)) for a, b in pins)
 
 

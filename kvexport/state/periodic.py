@@ -1,11 +1,11 @@
 """Decoding over some entries of a full KV cache, which are selected again after a number of tokens (`cache.periodic`).
 
 The full cache evicts nothing: it reads prompts and gets the entries of decoded tokens. A decode step reads the selected
-cache, a smaller one with copies of selected entries. These are the sinks (first positions), the latest entries and, if
-the method keeps scores, the other entries with the highest scores. Every `every` tokens, counted from the beginning of
-the sequence, a step reads the full cache instead, so that the scores of all entries include the current query. These
-scores then select the new entries. Between two selections only the scores of selected entries are updated. Until a
-sequence has more tokens than the selected cache has slots, all steps read the full cache.
+cache, a smaller one with copies of selected entries. The selected entries are the sinks (first positions), the latest
+entries and, if the method keeps scores, the other entries with the highest scores. Every `every` tokens, counted from
+the beginning of the sequence, a step reads the full cache instead, so that the scores of all entries include the
+current query. These scores then select the new entries. Between two selections only the scores of selected entries are
+updated. Until a sequence has more tokens than the selected cache has slots, all steps read the full cache.
 
 The length of the sequence alone decides when entries are selected, and the selection of a lane (row of the batch) is
 saved with the lane. Answers therefore do not depend on the batch, or on the moment of a snapshot.

@@ -159,7 +159,7 @@ class Comparison:
         self.result.steps.append({"step": len(self.result.steps), "phase": phase, "tokens": seen, "largest": largest})
 
     def merged(self, feed: Arrays, present: Arrays, first: int) -> None:
-        """Compare one merge (compression of KV caches) of lanes from `first` on with PyTorch's, per KV head."""
+        """Compare one merge (compression of KV caches) of batch lanes with PyTorch's merge, KV head by KV head."""
         past = {name: np.ascontiguousarray(feed[name]) for name, _, layer, _ in self.plan.state_names() if layer.merges}
         with self.runners.merge:
             in_all: Arrays = self.runners.merge.infer(OrderedDict(with_slots(self.plan, self.engine.plan, past)))

@@ -1,4 +1,4 @@
-"""Distance between the engine's next-token distributions and those of the uncompressed model."""
+"""The distance between the engine's next-token distributions and the uncompressed model's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def kl(p_logits: Row, q_logits: Row) -> float:
 
 
 def compared_positions(rows: list[dict[int, Row]], budgets: list[int]) -> list[list[int]]:
-    """Return the positions of each sequence at which logits are compared: those after more tokens than any budget.
+    """Return the positions of each sequence at which logits are compared: those beyond the smallest cache budget.
 
     If no sequence is longer than the smallest budget, all positions with logits are returned.
     """

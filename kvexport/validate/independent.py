@@ -137,7 +137,7 @@ class IndependentRun:
         return list(parting.values())
 
     def state(self, lane: int, caches: Collection[int]) -> dict[str, NDArray[Any]]:
-        """Return the engine's state tensors [1, ...] of some KV caches of one lane, by the graphs' input names."""
+        """Return the engine's state tensors [1, ...] of some KV caches of one sequence, by the graphs' input names."""
         names = {tensor.past(i) for i in caches for tensor in self._plan.caches[i].state}
         return {name: x for name, x in self._state.lane_states(lane, lane + 1).items() if name in names}
 

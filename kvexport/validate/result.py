@@ -232,7 +232,7 @@ class ValidationResult:
         return float(np.mean(values)) if values else 0.0
 
     def agreement(self, text: str | None = None) -> float:
-        """Return the share of compared positions whose most likely token equals that of the full KV cache."""
+        """Return the share of compared positions at which engine and full KV cache have the same most likely token."""
         values = [v for row in self._rows(self.agrees, text) for v in row]
         return float(np.mean(values)) if values else 1.0
 

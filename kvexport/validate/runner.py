@@ -134,8 +134,8 @@ def validate_artifact(
 def _is_exact(recipe: Recipe, config: Any) -> bool:
     """Return whether the engine must give the same logits as transformers' own model until an entry is evicted.
 
-    It need not if the KV cache is quantized, if decode steps read only a part of it, or if rotary frequencies that
-    depend on the length are fixed.
+    The logits may differ if the KV cache is quantized, if decode steps read only a part of the cache, or if rotary
+    frequencies that depend on the length are fixed.
     """
     from kvexport.export.model.hf_model import length_notes
 

@@ -60,8 +60,8 @@ def sequences(
 ) -> tuple[list[Ids], list[str]]:
     """Return the token ids of every validation sequence, and the kind of each, "text" or "random".
 
-    The longest sequence comes first; the others are 2/3, 1/2, ... as long. Text and random tokens alternate if the
-    artifact's tokenizer decodes an encoded text to the same text; otherwise all tokens are random. If the tokens
+    The longest sequence comes first; the next sequences are 2/3, 1/2, ... as long. Text and random tokens alternate if
+    the artifact's tokenizer decodes an encoded text to the same text; otherwise all tokens are random. If the tokens
     `image` of a picture have room, the prompt of the longest sequence begins with them, and its kind with IMAGE.
     """
     limits = engine.manifest.limits
@@ -105,7 +105,7 @@ def schedule(
     """Yield the calls of the decoder as (tokens of every sequence, whether they belong to a prompt).
 
     The first two thirds of every sequence, or more, are its prompt and come in chunks, which also end at `borders`.
-    Shorter sequences become idle first.
+    Shorter sequences have no tokens left in the last calls.
     """
     rest = max(len(t) for t in tokens) if later is None else sum(later)
     split = [max(2 * len(t) // 3, len(t) - rest) for t in tokens]

@@ -36,7 +36,7 @@ class DeviceRows:
         return TopLogits(ids, values, float(mass[0]), self._logits.shape[-1])
 
     def row(self, lane: int) -> NDArray[np.float32]:
-        """Return all logits [vocabulary] of a lane, copied from the GPU to host memory.
+        """Return all logits [vocabulary] of a batch lane, copied from the GPU to host memory.
 
         The first call copies the logits of all lanes, because ONNX Runtime copies whole tensors.
         """
@@ -47,7 +47,7 @@ class DeviceRows:
 
 
 def bind(binding: Any, name: str | None, present: str | None, array: Array, lanes: slice = ALL) -> None:
-    """Bind lanes of `array` to an ONNX Runtime session as its input `name`, its output `present`, or both.
+    """Bind batch lanes of `array` to an ONNX Runtime session as its input `name`, its output `present`, or both.
 
     If both are given, the session overwrites the input with the output in place.
     """
@@ -75,7 +75,7 @@ class SmallTensors:
         self.arrays = self._views(self._host_piece)
 
     def of_lanes(self, count: int) -> SmallTensors:
-        """Return views of a call's small tensors [lanes, ...] for the first `count` lanes."""
+        """Return views of a call's small tensors [lanes, ...] for the first `count` lanes (rows of the batch)."""
         part = copy(self)
         part._tensors = {name: ((count, *shape[1:]), dtype) for name, (shape, dtype) in self._tensors.items()}
         part.arrays = part._views(self._host_piece)

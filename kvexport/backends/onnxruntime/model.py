@@ -298,7 +298,7 @@ class OnnxRuntimeState(ModelState):
         """Let ONNX Runtime capture a session's run as a CUDA graph; return why the capture failed, or "".
 
         The capture runs the ONNX graph several times, in place. A captured decoder call has no tokens, so it leaves
-        every lane unchanged. A second merge of a merged KV cache changes nothing.
+        every sequence unchanged. A second merge of a merged KV cache changes nothing.
         """
         self._settle()
         with nullcontext() if call.inputs is None else call.inputs.kept():

@@ -1,4 +1,4 @@
-"""Creation of ONNX Runtime sessions, and checks of their inputs and outputs against the cache plan."""
+"""Creation of ONNX Runtime sessions, and checks of their inputs and outputs against the planned KV-cache tensors."""
 
 from __future__ import annotations
 

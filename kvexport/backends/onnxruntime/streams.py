@@ -39,7 +39,7 @@ class CudaStream(HostStream):
         self.address = self._stream.value
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that waits for all runs enqueued so far, but not for later ones; it may be called once."""
+        """Return a function, to be called once, that waits for all runs enqueued so far but not for later ones."""
         if self._free:
             event = self._free.pop()
         else:

@@ -84,7 +84,8 @@ def left_out(model: nn.Module, layers: Layers, numbers: Iterable[int]) -> Iterat
 class _PassesOn(nn.Module):
     """A replacement for a decoder layer that is not traced; the replacement returns its input hidden state.
 
-    It has all attributes of the layer but no parameters, because a trace would record parameters as weights.
+    The replacement has all attributes of the layer but no parameters, because a trace would record parameters as
+    weights.
     """
 
     def __init__(self, layer: nn.Module) -> None:

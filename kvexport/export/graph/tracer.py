@@ -90,7 +90,7 @@ def _placeholder(inputs: tuple[tuple[str, bool], ...], outputs: tuple[str, ...])
 
 
 class _Tracing:
-    """The attention of a traced decoder: each KV cache gets a VoteAttention placeholder that returns its new state."""
+    """The attention of a traced decoder: a VoteAttention placeholder for each KV cache, which returns the new state."""
 
     def __init__(
         self,
@@ -143,8 +143,9 @@ class _Tracing:
 class _Decoder(nn.Module):
     """The PyTorch module that is traced as decoder.onnx.
 
-    It maps (input_ids, query_length, past_length, past cache state) to (logits, present_length, present cache state).
-    If rows of images have `row_size` numbers, the inputs of `CallImages` (kvexport/images/rows.py) follow past_length.
+    The module maps (input_ids, query_length, past_length, past cache state) to (logits, present_length, present cache
+    state). If rows of images have `row_size` numbers, the inputs of `CallImages` (kvexport/images/rows.py) follow
+    past_length.
     """
 
     def __init__(

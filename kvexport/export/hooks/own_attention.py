@@ -1,7 +1,7 @@
 """The attention hook for older decoders, which compute attention in code of their own.
 
-transformers calls a registered attention function only in decoders that use its attention interface. `lead` replaces
-the method that attends in the attention modules of the other decoders that `OWN` names. The replacement calls the hook.
+transformers calls a registered attention function only in decoders that use its attention interface. For the other
+decoders, which `OWN` lists, `lead` replaces the method that computes attention by a method that calls the hook.
 
 ALiBi adds slope * position to a logit, with the position of the key and a slope for each query head. (Softmax ignores
 the position of the query, which all logits of a query share.) Here a key carries its position, and a query its slope,
@@ -55,7 +55,7 @@ def alibi_slopes(model: Any) -> list[float] | None:
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, *, falcon: bool = False
 ) -> Tensor:
-    """Return the attention output [B, Hq, T, Dv].
+    """Compute a layer's attention by the attention hook; return the attention output [B, Hq, T, Dv].
 
     With `falcon`, a bias of ALiBi is rounded to bfloat16 and then multiplied with `scale`, as Falcon does.
     """

@@ -1,7 +1,7 @@
 """The recurrence hook: one cache object for decoders whose layers have convolutions or recurrent states.
 
 transformers passes the new inputs of a causal convolution to `Cache.update_conv_state`, which returns them behind the
-last inputs of earlier calls. It passes the state of a linear attention to `Cache.update_recurrent_state`.
+last inputs of earlier calls. transformers passes the state of a linear attention to `Cache.update_recurrent_state`.
 `RecurrentCache` takes past states from the ONNX graph's inputs and collects present states for its outputs.
 
 The functions of a model's Python module that compute linear attention are named in `FUNCTIONS`. `recurring` replaces

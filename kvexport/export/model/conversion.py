@@ -209,8 +209,8 @@ def kept_packed(
 ) -> PackedExperts | None:
     """Return the weight of a layer's experts as one packed weight; None if it cannot be made of the packed matrices.
 
-    This is possible if transformers' conversion rule only stacks and concatenates matrices, if all of them have one
-    packed format, and if the weight keeps their layout.
+    One packed weight is possible if transformers' conversion rule only stacks and concatenates matrices, if all
+    matrices have one packed format, and if the weight keeps their layout.
     """
     operations = [(type(operation), operation.dim) for operation in rule.operations if hasattr(operation, "dim")]
     joins = operations in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])

@@ -142,7 +142,7 @@ def buffers_as_parameters(model: Any) -> None:
     """Turn the persistent buffers of a model into parameters.
 
     Checkpoints store these buffers (Apertus' activation, Gemma 4's layer scalars), so the values that transformers
-    computes are only initial values. Buffers of integers stay buffers: a probe refuses a model that reads them.
+    computes are only initial values. Buffers of integers stay buffers: a model that reads them is refused later.
     """
     for module in model.modules():
         for name, buffer in list(module._buffers.items()):

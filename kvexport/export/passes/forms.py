@@ -85,7 +85,7 @@ def outputs_of(linear: ir.Node) -> int | str:
 
 
 def operands(node: ir.Node, op_type: str) -> list[tuple[ir.Node, ir.Value]]:
-    """Return (Linear node, the other input) for each input of an `op_type` node that a Linear node computes."""
+    """Return, for each input of an `op_type` node that a Linear node computes, that Linear node and the other input."""
     if not is_op(node, op_type) or len(node.inputs) != 2:
         return []
     pairs = [(linear_of(node, i), node.inputs[1 - i]) for i in (0, 1)]

@@ -1,6 +1,6 @@
 """The passes that turn matrix products into Linear nodes, and add the steps around a product to the product's node.
 
-The passes stand in the order in which they run. Each shows the nodes that it looks for, and their replacement.
+The passes stand in the order in which they run. Each pass shows the nodes that it looks for, and their replacement.
 """
 
 from __future__ import annotations

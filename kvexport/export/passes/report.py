@@ -75,7 +75,7 @@ def remove_unused(model: ir.Model) -> PassReport:
 
 
 def sort_nodes(model: ir.Model) -> PassReport:
-    """Sort nodes after those that they read, because a fused node stands at the place of its last part."""
+    """Sort the nodes of a graph so that each node comes after the nodes that compute its inputs."""
     before = list(model.graph)
     model.graph.sort()
     return PassReport("order", applied=sum(one is not other for one, other in zip(before, model.graph, strict=True)))

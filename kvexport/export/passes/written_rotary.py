@@ -30,7 +30,7 @@ class Match(NamedTuple):
 
 
 def pattern(node: ir.Node) -> list[Match]:
-    """Return sums of two products: one of a Linear's output, the other of a Concat of a Neg and another value."""
+    """Return the sums of two products that could be rotary embeddings: of a Linear's output, and of swapped halves."""
     matches = []
     for i in (0, 1):
         straight, crossed = (producer(node, j, "Mul") if is_op(node, "Add") else None for j in (i, 1 - i))

@@ -94,7 +94,7 @@ def _numbers(block: Mapping[str, Array], old: PackedFormat, new: PackedFormat, s
 
 
 def nbits_specs(specs: list[Spec]) -> list[Spec]:
-    """Return the specs of an artifact's weights in which packed weights have MatMulNBits' layout, or became floats."""
+    """Convert packed weights to MatMulNBits' layout where possible, otherwise to floats; return all weights' specs."""
     return [replace(spec, source=_stored(spec.source)) if isinstance(spec, ComputedSpec) else spec for spec in specs]
 
 

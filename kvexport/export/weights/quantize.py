@@ -115,7 +115,6 @@ def _with_zero(columns: Floats, high: int, bits: int) -> tuple[Floats, Floats, F
 
 
 def _best(columns: Floats, starts: Sequence[Floats], zero: Floats, low: int, high: int) -> tuple[Floats, ...]:
-    """Return, for each column, the numbers, scale and error of the candidate scale with the least squared error."""
     best: tuple[Floats, ...] = ()
     for start in starts:
         scale = _as_stored(start)
@@ -135,7 +134,6 @@ def _best(columns: Floats, starts: Sequence[Floats], zero: Floats, low: int, hig
 
 
 def _better(kept: tuple[Floats, ...], tried: tuple[Floats, ...]) -> tuple[Floats, ...]:
-    """Per column, write into `kept` the (numbers, scale, error) with the smaller error, of `kept` and `tried`."""
     if not kept:
         return tried
     better = tried[2] < kept[2]

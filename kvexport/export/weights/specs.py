@@ -201,7 +201,7 @@ def _why_floats(source: Source, recipe: Recipe, *, picked: bool) -> str:
 
 
 def packed_formats(specs: Sequence[Spec]) -> dict[str, int]:
-    """Return the number of weights that are packed in each format; tied weights count once."""
+    """Count the weights that are packed in each format; tied weights count once."""
     computed = [spec.source for spec in specs if isinstance(spec, ComputedSpec)]
     sources = dict.fromkeys(source.source if isinstance(source, NBits) else source for source in computed)
     return dict(sorted(Counter(source.packing.label for source in sources if source.packing is not None).items()))

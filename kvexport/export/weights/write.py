@@ -78,12 +78,12 @@ class SharedWeights:
 
 
 def total_bytes(specs: Sequence[Spec]) -> int:
-    """Return the number of bytes that `write_weights` writes for these specs; tied tensors count once."""
+    """Return the number of bytes that `write_weights` writes for these weights; tied tensors count once."""
     return sum(spec.nbytes for spec in _distinct(specs))
 
 
 def check_specs(specs: Sequence[Spec]) -> None:
-    """Raise UsageError if a tensor's shape is not that of its initializer, or its data type is no float."""
+    """Raise UsageError if a checkpoint tensor has another shape than its initializer, or holds no floats."""
     for spec in specs:
         if isinstance(spec, TensorSpec):
             require_float(spec.entry)

@@ -65,7 +65,7 @@ def merge_pairs(policy: MergePolicy, slots: Slots, evicted: Evicted) -> tuple[Me
 
 
 def key_weights(policy: MergePolicy, slots: Slots, sets: MergeSets) -> tuple[Tensor, Tensor]:
-    """Return the weights [B, H, V] of a pair's younger and older key: the last statistic, or terms of the Hessian."""
+    """Return the weights [B, H, V] of a pair's younger and older key: attention statistics, or terms of the Hessian."""
     import torch
 
     if policy.weigh == "score":

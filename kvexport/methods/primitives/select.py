@@ -60,7 +60,7 @@ def pooled(slots: Slots, unprotected: Tensor, reach: int) -> Tensor:
 
 
 def keep_score(policy: MergePolicy, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
-    """Return the keep score of each slot by `policy.order`: importance, similarity to another slot, or merge error."""
+    """Return a score for each slot, lowest evicted first: by importance, similarity to another slot, or merge error."""
     import torch
 
     scores = importance(policy, slots, unprotected)

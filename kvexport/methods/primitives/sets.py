@@ -1,8 +1,8 @@
 """Merge sets: a target, which is a kept cache slot, and all the evicted slots that merge into it at once.
 
 The merged key, value, votes and scores are computed once for each evicted slot, because few slots are evicted. All
-evicted slots of one set therefore compute the same result. The first of them writes the result to the target. The
-others write it to their own slots, which are dropped afterwards.
+evicted slots of one set therefore compute the same result. The first evicted slot writes the result to the target. All
+further evicted slots write it to their own slots, which are dropped afterwards.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ class Engine(EngineCore):
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> tuple[NDArray[np.int64], list[tuple[int, int]]]:
-        """Return the token ids of a conversation, as `encode_chat` does, and the ranges of ids that are pinned.
+        """Return a conversation's token ids, as `encode_chat` does, and the ranges of ids that are never evicted.
 
         Args:
             messages: The conversation's messages, without images. The text of a message with `"cache": "pin"` is

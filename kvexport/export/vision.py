@@ -394,7 +394,7 @@ AttentionInterface.register(WINDOWS, _attend_in_windows)
 
 
 class _PatchEncoder(nn.Module):
-    """The module that is traced as vision.onnx for images of any size, with the inputs of `encoder_inputs`."""
+    """The module that is traced as vision.onnx if images are cut into patches; `encoder_inputs` makes its inputs."""
 
     def __init__(self, model: Any, spec: ImageSpec, names: Sequence[str]) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ class Merging(Method):
         return importance(self.selected(MergePolicy(select="score")), slots, unprotected)
 
     def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
-        """Return the keep score of each slot, by the merge policy, or the slot's importance if there is no policy."""
+        """Return a score for each slot, lowest evicted first: by the merge policy, or by `importance` without one."""
         return (
             self.importance(slots, unprotected)
             if self.policy() is None

@@ -30,7 +30,7 @@ PASSAGES = 2  # passages with facts
 
 @dataclass(frozen=True)
 class HeadShares:
-    """The measured costs of evictions by KV head, and the shares of the cache budget that follow from them."""
+    """The measured loss by evictions from each KV head, and the share of the cache slots that each head gets."""
 
     recipe: str
     length: int  # largest number of tokens of a text

@@ -36,7 +36,7 @@ FinishReason = Literal["stop", "length", "cancelled", "preempted", "error"]
 
 
 class State(Enum):
-    """The states of a request, in order. A request may finish in any state."""
+    """The states of a request, in order. A request may finish from any state."""
 
     WAITING = "waiting"  # it has no lane yet
     PREFILLING = "prefilling"  # it has a lane, and its prompt is read chunk by chunk

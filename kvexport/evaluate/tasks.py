@@ -86,7 +86,7 @@ def compose(
     question_and_answer: tuple[Ids, Ids],
     depth: float | None = None,
 ) -> Sample:
-    """Return a sample whose prompt has exactly `length` tokens: statements among filler text, then the question."""
+    """Return a sample whose prompt has exactly `length` tokens: facts among filler text, then a question."""
     question, answer = question_and_answer
     room = length - len(language.start) - len(question) - sum(map(len, statements))
     if room < 0:

@@ -74,7 +74,7 @@ class _Refused(Exception):
 
 
 def read_vision(shape: ModelShape, recipe: Recipe) -> Vision | str:
-    """Return the image part of a model, or the reason why it is not built; "" for a model that reads only text."""
+    """Return a model's image encoder, or the reason why it is not built; "" for a model that reads only text."""
     if not is_composite(shape.model.config):
         return ""
     try:
@@ -444,7 +444,7 @@ def _product(convolution: nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
 
 
 class _Encoder(nn.Module):
-    """The module that is traced as vision.onnx: pixels [1, 3, H, W] of a tile to embeddings [rows, hidden]."""
+    """The module that is traced as vision.onnx: from pixels [1, 3, H, W] of a tile to embeddings [rows, hidden]."""
 
     def __init__(self, model: Any, spec: ImageSpec, five: bool) -> None:
         super().__init__()

@@ -261,7 +261,7 @@ def _lines(image: Image, spec: ImageSpec) -> tuple[list[NDArray[np.uint8]], str]
 
 
 def _within_pixels(height: int, width: int, spec: ImageSpec) -> tuple[int, int]:
-    """Return the multiples of a group's side that are nearest to an image's sides, within the bounds of its pixels."""
+    """Round an image's height and width to multiples of a patch group's side, within the bounds of its pixels."""
     side = spec.height * spec.group
     least, most = (float(count) for count in spec.pixels)
     if spec.grown:

@@ -62,7 +62,7 @@ class AttentionMatching(Fitting):
         return Ballot().own_statistics if self.after == "ballot" else (Statistic(),)
 
     def policy(self) -> MergePolicy:
-        """Return the rule of this method: the eviction that `after` names, then a fit of the kept votes and values."""
+        """Return this method's rule: the eviction that `after` names, then a fit of kept slots to recent queries."""
         fit = replace(self.fit("votes_and_values"), vote_steps=self.steps, bias_max=self.bias_max)
         merge = Ballot().policy() if self.after == "ballot" else MergePolicy(select="attended", fit=fit)
         return self.selected(replace(merge, fit=fit))

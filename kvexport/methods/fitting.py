@@ -1,4 +1,4 @@
-"""The base class of methods that fit kept values, or votes, to recent queries after an eviction."""
+"""The base class of methods that, after an eviction, fit the kept slots' values (or votes too) to recent queries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""H2O, the heavy-hitter oracle (arXiv 2306.14048): cache slots with the largest sum of probabilities are kept."""
+"""H2O, the heavy-hitter oracle (arXiv 2306.14048): the cache slots that have received the most attention are kept."""
 
 from __future__ import annotations
 

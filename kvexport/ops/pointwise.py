@@ -62,7 +62,7 @@ def _is_tensor(x: Any) -> bool:
 
 
 def _largest(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return the tensor whose shape is the broadcast shape of all `tensors`; None if none certainly has that shape."""
+    """Return the tensor whose shape is the broadcast shape of all `tensors`; None if that is not certain."""
     if not any(x._has_symbolic_sizes_strides for x in tensors):
         return None
     largest = max(tensors, key=lambda x: x.dim())

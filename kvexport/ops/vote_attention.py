@@ -198,7 +198,7 @@ def _visible(
 def _probability(
     query: Tensor, keys: Tensor, bias: Tensor, sink_logits: Tensor | None, attributes: VoteAttentionAttributes
 ) -> tuple[Tensor, Tensor]:
-    """Return logits without bias, and probabilities, both [B, H, Hq / H, T, C] float32."""
+    """Return attention logits without the bias by votes, and attention probabilities; [B, H, Hq / H, T, C] float32."""
     batch, query_heads, tokens, head_size = query.shape
     heads = keys.shape[1]
     group = query_heads // heads

@@ -96,7 +96,7 @@ class MemoryPlan:
 
     @property
     def settled_bytes(self) -> int:
-        """The bytes of the KV caches of one sequence that are in use after its prompt has been read and merged."""
+        """The bytes of a sequence's KV caches that are in use after its prompt has been read and compressed."""
         return state_bytes(self.recipe, settled_plan(self.recipe, self.cache))
 
     @property

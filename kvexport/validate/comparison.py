@@ -121,7 +121,7 @@ class Comparison:
             self.result.rounding.append(Rounding(phase, tensor, len(engine), *quantiles, least))
 
     def decoded(self, feed: Arrays, present: Arrays, hidden: dict[int, NDArray[Any]], whole: bool) -> None:
-        """Compare one decoder call with PyTorch, layer by layer and, if `whole` is set, over the full depth.
+        """Compare one decoder call with PyTorch, layer by layer and, if `whole` is set, through all layers at once.
 
         Each layer receives the reference's hidden state, so one layer's error does not reach the next layer.
         """

@@ -41,7 +41,7 @@ def _run_options(graph: int | None, wait: bool) -> Any:
 
 
 class Sessions:
-    """The ONNX Runtime sessions of one exported model, with one copy of the weights for any number of states."""
+    """The ONNX Runtime sessions of one exported model, with one copy of the weights for any number of batches."""
 
     def __init__(
         self,

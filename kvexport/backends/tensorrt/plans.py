@@ -33,7 +33,7 @@ def overwritten(manifest: Manifest) -> dict[str, frozenset[str]]:
 
 
 class Plans:
-    """The TensorRT engines of one exported model, loaded from plan files, with one copy of the weights."""
+    """The TensorRT engines of one exported model, loaded from plan files; all engines share one copy of the weights."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         engines = engine_record(path, manifest)

@@ -241,7 +241,6 @@ def trace_decoder(
 
 
 def _trace_some(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers: Layers) -> ir.Model:
-    """Trace the decoder with only the layers `layers.traced()`, each between two nodes that mark its borders."""
     numbers = layers.traced()
     rest = [i for i in range(len(plan.caches)) if i not in numbers]
     border = torch.ops.kvexport.layer_border

@@ -45,6 +45,6 @@ def shifted(module: nn.Module, key: Tensor, rotary: Rotary | None) -> Tensor:
 
 
 def mean_rotation(rotary: Rotary) -> tuple[list[float], list[float]]:
-    """Return the mean cosine and the mean sine of each plane's angle over POSITIONS."""
+    """Return the mean cosine and the mean sine of each rotary plane's angle, over the positions in POSITIONS."""
     angle = np.arange(POSITIONS)[:, None] * np.array(rotary.inverse_frequencies)
     return np.cos(angle).mean(0).tolist(), np.sin(angle).mean(0).tolist()

@@ -19,7 +19,7 @@ from kvexport.export.hooks.experts import call_experts
 
 
 def route_to_experts(model: nn.Module) -> None:
-    """Let the mixtures of experts of Llama 4 in a model call Experts nodes."""
+    """Make the mixtures of experts of a Llama 4 model call Experts nodes."""
     for module in model.modules():
         if type(module).__name__ == "Llama4TextMoe":
             module.forward = partial(_mixture, module)
@@ -47,7 +47,7 @@ class _Positions:
 
 
 def scale_by_positions(model: Any) -> None:
-    """Let layers of Llama 4 without rotary embedding scale queries by the positions that the model is called with."""
+    """Make layers of Llama 4 without rotary embedding scale queries by the token positions that the model is given."""
     positions = None
     for module in model.modules():
         if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:

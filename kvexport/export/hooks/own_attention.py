@@ -28,7 +28,7 @@ EXACT = 32  # float16 holds each multiple of this up to 65,504, and each smaller
 
 
 def lead(model: Any) -> Any:
-    """Let a model of a type in `OWN` attend by the attention hook, and return the model."""
+    """Make a model whose type is listed in `OWN` compute attention by the attention hook; return the model."""
     if model.config.model_type in OWN:
         slopes = alibi_slopes(model)
         for class_name, (method, replacement) in OWN[model.config.model_type].items():
@@ -40,7 +40,7 @@ def lead(model: Any) -> Any:
 
 
 def alibi_slopes(model: Any) -> list[float] | None:
-    """Return the slope of each query head, by the model's own function; None for a model without ALiBi."""
+    """Return the ALiBi slope of each query head, by the model's own function; None for a model without ALiBi."""
     code, heads = vars(sys.modules[type(model).__module__]), model.config.num_attention_heads
     if build := code.get("build_mpt_alibi_tensor"):
         bias = build(heads, 2)

@@ -57,7 +57,7 @@ _HARMLESS = (
 
 @dataclass(frozen=True)
 class Assembled:
-    """A parameter that is computed from tensors of a checkpoint; as a `Source` it is a matrix [rows, columns]."""
+    """A parameter that is computed from several tensors of a checkpoint, seen as a matrix [rows, columns]."""
 
     name: str  # parameter
     full_shape: tuple[int, ...]  # shape in an artifact

@@ -61,7 +61,7 @@ class Gguf:
 
 
 def read_gguf(file: Path) -> Gguf:
-    """Read the header of a GGUF file; of a model in several files, given any one of them, read the headers of all."""
+    """Read the header of a GGUF file. For a model in several files, any one of them gives the headers of all."""
     one = _read_file(file)
     count = one.metadata.get("split.count", 1)
     if count == 1:
@@ -174,7 +174,7 @@ class _Cursor:
         return values
 
     def count(self, promised: int, least: int, weight: int = 1) -> int:
-        """Return `promised` entries of `least` bytes or more, after a check that the rest of the file can hold them."""
+        """Return the number of entries that a header promises, after a check that the file can hold so many."""
         if promised * least > self.size - self.at:
             raise self.damaged(f"ends early: at byte {self.at} of {self.size} it promises {promised} more entries")
         self.entries += promised * weight

@@ -391,7 +391,7 @@ def write_texts(gguf: Gguf, folder: Path) -> None:
 
 
 def check_layers(count: Any) -> None:
-    """Raise ValueError for a number of layers that no model has, before a list has an entry for each."""
+    """Raise ValueError for an impossible number of layers, before memory is allocated for each layer."""
     if type(count) is not int or not 0 < count <= MOST_LAYERS:
         raise ValueError(f"block_count should be from 1 to {MOST_LAYERS}, found {str(count)[:40]}")
 

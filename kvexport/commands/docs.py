@@ -38,7 +38,7 @@ def docs(
 
 
 def pages() -> dict[str, Path]:
-    """Return the files of the documentation pages that are complete as Markdown, by name, such as "tasks/serve"."""
+    """Return the files of all documentation pages that this command can print, by page name, such as "tasks/serve"."""
     installed = paths.PACKAGE / "_docs"
     root = installed if installed.is_dir() else paths.PACKAGE.parent / "docs"
     return {

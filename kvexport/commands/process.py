@@ -14,8 +14,8 @@ ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasatt
 class Terminated(KeyboardInterrupt):
     """The exception for a signal that asks the process to end.
 
-    No `except Exception` catches it, as with an interrupt, so every `finally` and context manager cleans up: the
-    staging folder of a build, the folder of an evaluation, child processes.
+    As with an interrupt, no `except Exception` catches this exception, so every `finally` and context manager cleans
+    up: the staging folder of a build, the folder of an evaluation, child processes.
     """
 
     def __init__(self, number: int) -> None:

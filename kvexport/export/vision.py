@@ -62,7 +62,7 @@ _SAMPLES = ((37, 61), (61, 37), (64, 64), (7, 300), (900, 20), (500, 700))
 
 
 class Vision(NamedTuple):
-    """The image part of a model: how images are cut, the encoder's graph, and the specs of its weights."""
+    """The image part of a model: how images are cut, the encoder's graph, and the sources of its weights' bytes."""
 
     spec: ImageSpec
     graph: ir.Model  # the encoder without weights
@@ -202,7 +202,7 @@ def _check_numbers(settings: Any, areas: Collection[str]) -> None:
 
 @contextmanager
 def _without_video(kind: type) -> Iterator[None]:
-    """Let an image processor be made without packages that only videos need, and without checks of its parts."""
+    """Within this context, make an image processor without the packages for videos and the checks of its parts."""
 
     def keep(self: Any, *parts: Any, **named: Any) -> None:
         attributes = dict(zip(("image_processor", "tokenizer"), parts, strict=False))

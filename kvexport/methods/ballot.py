@@ -64,7 +64,7 @@ class Ballot(Merging):
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """A slot's statistics: the sum of its attention probabilities, which ranks slots; a mean of exp(logit)."""
+        """A slot's two statistics: a sum of attention probabilities ranks slots, a mean of exp(logit) weighs merges."""
         return (Statistic("probability"), Statistic("log_ema", self.decay))
 
     def policy(self) -> MergePolicy:

@@ -31,5 +31,5 @@ class KVSlimmer(NeighbourPairs):
     tau: float = Field(1e-3, ge=0.0, lt=1.0)
 
     def policy(self) -> MergePolicy:
-        """Return the rule that merges pairs of neighbouring slots, with keys weighted by terms of the Hessian."""
+        """Return the rule that merges neighbouring slots in pairs, with keys weighted by the formulas of this class."""
         return replace(super().policy(), weigh="hessian", tau=self.tau)

@@ -84,8 +84,6 @@ def _replaced(owner: str, name: str, make: Callable[[Any], Any]) -> Iterator[Non
 
 
 class _Signature:
-    """The signature of an operator's translation to ONNX; the source is parsed only if more than the domain is read."""
-
     def __init__(self, translation: Any, make: Callable[[Any], Any]) -> None:
         self.domain: str = translation.opset.domain
         self._make = functools.partial(make, translation)

@@ -56,7 +56,7 @@ def measure_divergence(
     own: list[dict[int, Row]],
     full: list[dict[int, Row]],
 ) -> None:
-    """Append to `result` the KL(full cache || engine), the agreement and the losses at positions of each sequence."""
+    """Append each sequence's KL(full cache || engine), its agreement on likeliest tokens and its losses to `result`."""
     for ids, positions, engine_rows, full_rows in zip(tokens, positions_of, own, full, strict=True):
         known = [p for p in positions if p + 1 < len(ids)]
         losses = [[loss(rows[p], ids[p + 1]) for p in known] for rows in (full_rows, engine_rows)]

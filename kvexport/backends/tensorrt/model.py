@@ -310,9 +310,9 @@ class Phase:
 class Call:
     """The execution contexts of a decoder call, bound to some batch lanes.
 
-    A repeated decode call is one CUDA graph. It contains the copies, the run of the decoder engine, and the run of the
-    engine that finds the largest logits. Each call has its own execution contexts, because the shapes of a context must
-    not change while a CUDA graph uses it. CUDA graphs for other numbers of lanes therefore stay valid.
+    A repeated decode call is one CUDA graph. The CUDA graph contains the copies, the run of the decoder engine, and the
+    run of the engine that finds the largest logits. Each call has its own execution contexts, because the shapes of a
+    context must not change while a CUDA graph uses it. CUDA graphs for other numbers of lanes therefore stay valid.
     """
 
     def __init__(self, phase: Phase, profile: int) -> None:

@@ -195,7 +195,6 @@ def _copy(
 
 
 def _state_order(value: ir.Value, plan: CachePlan) -> tuple[int, int]:
-    """Return a sort key for a graph's inputs or outputs: values other than cache state, then cache state by layer."""
     match = re.fullmatch(r"(?:past_key_values|present)\.(\d+)\.(\w+)", str(value.name))
     if not match:
         return (-1, 0)

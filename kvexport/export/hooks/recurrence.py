@@ -76,7 +76,7 @@ class RecurrentCache(PassThroughCache):
         conv_kernel_size: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Return a convolution's inputs [B, channels, K - 1 + T]: the last K - 1 tokens', then the new ones'."""
+        """Return a convolution's inputs [B, channels, K - 1 + T]: of the last K - 1 tokens, then of the T new ones."""
         if conv_kernel_size is None:
             raise UsageError(
                 f"layer {layer_idx} of {self.model_type} keeps a convolution state without naming the size of its "

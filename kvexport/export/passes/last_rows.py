@@ -120,7 +120,6 @@ def _row_inputs(node: ir.Node, rows: Dims) -> list[ir.Value]:
 
 
 def _linear_row_inputs(node: ir.Node, rows: Dims) -> list[ir.Value]:
-    """Return the inputs of a Linear with one product that are read by row: the data (maybe by heads) and residual."""
     form = form_of(node)
     if len(form.inputs) != len(node.inputs):
         return []

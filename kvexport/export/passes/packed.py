@@ -101,7 +101,6 @@ def _order_input(
     known: dict[ir.Value, list[tuple[ir.Value, ir.Value]]],
     same: Callable[[str, str], bool],
 ) -> None:
-    """Where products read a packed weight through the Transpose `node`, gather their inputs in its column order."""
     products = [(use, i) for use, i in node.outputs[0].uses()] if permutes(node, [1, 0]) else []
     if not products or any(not is_op(use, "MatMul") or i != 1 for use, i in products):
         raise UsageError(

@@ -39,14 +39,10 @@ def table(*rows: tuple[str, ...]) -> str:
 
 
 def name_of(label: str) -> str:
-    """Return a label as Markdown: "keepkv:cache.recent=0.1" as "`keepkv`, recent 0.1"."""
+    """Return a label as Markdown: "keepkv:cache.recent=0.1" as "`keepkv`, `recent: 0.1`"."""
     method, *settings = label.split(":")
-    return ", ".join(
-        [
-            f"`{method}`",
-            *(setting.removeprefix("cache.").removeprefix("export.").replace("=", " ") for setting in settings),
-        ]
-    )
+    short = (setting.removeprefix("cache.").removeprefix("export.").replace("=", ": ") for setting in settings)
+    return ", ".join(f"`{part}`" for part in (method, *short))
 
 
 def shown(estimate: dict[str, float]) -> str:
@@ -69,6 +65,17 @@ FIGURES = {
 }
 # The method with which other methods are compared sample by sample.
 PAIRED = {"smollm2-135m-base": "keepkv"}
+# Parts of the names of packed weights, as results have them and as the table shows them.
+WEIGHTS = {
+    "head float": "output head in float32",
+    "float inputs": "inputs not rounded",
+    "groups of 32": "groups of 32 inputs",
+    "groups of 64": "groups of 64 inputs",
+    "head of 8": "output head in 8 bits",
+    "head of q8_0": "output head in `q8_0`",
+    "all": "output head too",
+    "zero points": "with zero points",
+}
 # Models whose engines of packed weights were measured beside their peers.
 PACKED_MODELS = {"smollm2": "SmolLM2-135M", "M": "28M Llama", "1b": "1.1B Llama", "7b": "7B Llama"}
 PACKED_PROCESSORS = {
@@ -83,13 +90,13 @@ SHORT = {"smollm2-135m-base": ("streaming", "snapkv", "h2o", "keepkv", "ballot")
 
 
 def methods() -> str:
-    header = ("method", "what it does", "score", "read bias", "layer budgets", "source")
+    header = ("method", "what it does", "score", "bias of a logit (votes: tokens of a slot)", "layer budgets", "source")
     return table(header, *(_method(method()) for method in all_methods().values()))
 
 
 def _method(method: Method) -> tuple[str, ...]:
     alpha = method.vote_exponent
-    bias = {0.0: "0", 1.0: "ln votes"}.get(alpha, f"{alpha:g} ln votes")
+    bias = {0.0: "0", 1.0: "ln(votes)"}.get(alpha, f"{alpha:g} ln(votes)")
     score = "; ".join(_score(s) for s in method.statistics)
     return (
         f"`{method.name}`",
@@ -124,10 +131,11 @@ def differences(recipe: str, task: str, figure: str) -> str:
         base = every.get((PAIRED[recipe], budget))
         if base is not None and label != PAIRED[recipe]:
             estimates[label, budget] = asdict(mean([x - y for x, y in zip(values, base, strict=True)]))
-    return _by_budget([r for r in rows if r["label"] != PAIRED[recipe]], estimates, figure)
+    minus = f" minus that of `{PAIRED[recipe]}`"
+    return _by_budget([r for r in rows if r["label"] != PAIRED[recipe]], estimates, figure, minus)
 
 
-def _by_budget(rows: list[Any], by_cell: dict[tuple[str, float], Any], figure: str) -> str:
+def _by_budget(rows: list[Any], by_cell: dict[tuple[str, float], Any], figure: str, minus: str = "") -> str:
     """Return figures by label and budget as a table, the best of a column in bold."""
     labels = list(dict.fromkeys(r["label"] for r in rows))
     budgets = [b for b in BUDGETS if any((label, b) in by_cell for label in labels)]
@@ -140,7 +148,8 @@ def _by_budget(rows: list[Any], by_cell: dict[tuple[str, float], Any], figure: s
         estimates = [(by_cell.get((label, b)), best.get(b)) for b in budgets]
         cells = ["" if e is None else f"**{shown(e)}**" if e["value"] == top else shown(e) for e, top in estimates]
         lines.append((name_of(label), *cells))
-    return table(("method", *(BUDGETS[b] for b in budgets)), *lines)
+    what = "share of right answers" if figure == "accuracy" else "KL from the full cache in nats"
+    return table((f"{what}{minus}, by method", *(f"budget {BUDGETS[b]}" for b in budgets)), *lines)
 
 
 def settings(recipe: str) -> str:
@@ -156,7 +165,7 @@ def settings(recipe: str) -> str:
                 figures = [scores[t] for t in tasks if t in scores and t != "text"]
                 first = (shown(figures[0]["kl"]), shown(figures[0]["accuracy"])) if figures else ("", "")
                 rows.append((f"{name}, {group['samples']} samples", name_of(row["label"]), shown(text["kl"]), *first))
-    return table(("group", "setting", "text KL", f"{tasks[1]} KL", f"{tasks[1]}, right"), *rows)
+    return table(("group", "setting", "KL on text", f"KL on `{tasks[1]}`", f"`{tasks[1]}`, share right"), *rows)
 
 
 def stability(recipe: str) -> str:
@@ -166,11 +175,11 @@ def stability(recipe: str) -> str:
     header = (
         "method",
         "slots",
-        "all finite",
+        "all values finite",
         "largest key norm",
-        "of the full cache's",
-        "loss, first window",
-        "loss, last",
+        "ratio to the full cache's norm",
+        "loss in the first window, nats",
+        "loss in the last window, nats",
     )
     lines = []
     for r in rows:
@@ -217,7 +226,7 @@ def packed_speed() -> str:
             titles = (PACKED_PROCESSORS[processor], results["date"][:10], PACKED_MODELS[model], weights, tokens)
             lines.append((*titles, *sides, *ratios))
     header = ("processor", "date", "model", "weights", "tokens", "full cache", "512 slots", "genai", "llama.cpp")
-    return table((*header, "full / faster peer", "512 slots / faster peer"), *lines)
+    return table((*header, "full cache / faster peer", "512 slots / faster peer"), *lines)
 
 
 def packed_quality() -> str:
@@ -226,8 +235,15 @@ def packed_quality() -> str:
     for name, r in load("quantized_quality")["rows"].items():
         if "kl" in r:
             kl = f"{r['kl']:.3g} ({r['kl_standard_error']:.1g})"
-            lines.append((f"`{name}`", f"{r['weight_bytes'] / 1e6:.0f}", kl, f"{r['agreement']:.3f}"))
-    return table(("weights", "MB", "KL, nats (standard error)", "same likeliest token"), *lines)
+            lines.append((_weights(name), f"{r['weight_bytes'] / 1e6:.0f}", kl, f"{r['agreement']:.3f}"))
+    header = ("weights", "MB", "KL from float32 weights, nats (standard error)", "share of equal likeliest tokens")
+    return table(header, *lines)
+
+
+def _weights(name: str) -> str:
+    """Return the name of packed weights in a result, such as "int4, head of 8", as Markdown."""
+    kind, *parts = name.split(", ")
+    return ", ".join([f"`{kind}`", *(WEIGHTS[part] for part in parts)])
 
 
 # Recipes with measured budgets of layers (MODEL-listed) or of KV heads (MODEL-heads).
@@ -255,10 +271,11 @@ def listed() -> str:
                 cells = [name_of(best), shown(beside[best]["kl"]), shown(score["kl"]), f"{less:+.0%}"]
                 right = [x["accuracy"] for x in (beside[best], score)]
                 cells += ["" if x is None else f"{x['value']:.2f}" for x in right]
-                of_what = "heads" if of == "heads" else "layers"
+                of_what = "KV head" if of == "heads" else "layer"
                 lines.append((model, task, BUDGETS[row["budget"]], of_what, *cells))
-    header = ("model", "task", "budget", "of", "best other", "its KL", "listed", "change", "its recall", "listed's")
-    return table(header, *lines)
+    header = ("model", "task", "budget", "measured for each", "best other method", "KL of the other method")
+    ours = ("KL, measured budgets", "change of the KL", "recall of the other method", "recall, measured budgets")
+    return table((*header, *ours), *lines)
 
 
 TEXT_KINDS = {"prose": "English prose", "german": "German", "french": "French", "python": "Python", "c++": "C++"}
@@ -290,7 +307,8 @@ def default_quality() -> str:
         cells = [_triple(row["kl"][method]) for row in columns]
         cells = [f"**{cell}**" if method == top else cell for cell, top in zip(cells, best, strict=True)]
         lines.append((names.get(method, f"`{method}`"), *cells))
-    return table(("method", *(f"1/{LENGTH // row['slots']}" for row in columns)), *lines)
+    budgets = (f"budget 1/{LENGTH // row['slots']}" for row in columns)
+    return table(("KL from the full cache in nats, by method", *budgets), *lines)
 
 
 def budget_kinds() -> str:
@@ -306,8 +324,10 @@ def budget_kinds() -> str:
         change = f"{kl[MEASURED][0] / kl[best][0] - 1:+.0%}"
         kind = TEXT_KINDS.get(row["kind"], row["kind"])
         lines.append((str(row["slots"]), kind, f"`{best}`", *figures, _triple(kl[MEASURED]), change, *added))
-    header = ("slots", "kind", "best published", "its KL", "`ballot`", "measured budgets", "change")
-    return table((*header, "loss: best published", "`ballot`", "measured"), *lines)
+    header = ("slots", "kind of text", "best published method", "KL of that method", "KL of `ballot`")
+    measured = ("KL of `ballot`, measured budgets", "change of the KL")
+    added = ("added loss: published", "added loss: `ballot`", "added loss: measured budgets")
+    return table((*header, *measured, *added), *lines)
 
 
 def calibration_cost() -> str:
@@ -353,7 +373,7 @@ def decoder_tables() -> dict[str, str]:
     others = [name for result in ("no text", "not made", "different", "leaked") for name in named[result]]
     return {
         "decoder types": table(("result", "meaning", "types"), *counts),
-        "decoder types equal": table(("", "types"), *equal),
+        "decoder types equal": table(("initial", "types"), *equal),
         "decoder types refused": table(
             ("type", "reason"), *(_type_row(name, types[name]) for name in named["refused"])
         ),
@@ -482,7 +502,15 @@ def vision_merge() -> str:
         kl = [f"{cell['image kl'][0]:.2f}, {cell['text kl'][0]:.3f}" if cell else "" for cell in cells]
         right = f"{full['image right'][0]:.2f}, {ballot['image right'][0]:.2f}"
         lines.append((prompt, f"1/{parts}, {ballot['slots']} slots", *kl, right))
-    return table(("prompt", "budget", *(f"`{x}`" for x in methods_of), "right about the image: full, `ballot`"), *lines)
+    return table(
+        (
+            "prompt",
+            "budget",
+            *(f"KL of `{x}`: image, text" for x in methods_of),
+            "right about the image: full, `ballot`",
+        ),
+        *lines,
+    )
 
 
 def tables() -> dict[str, str]:

@@ -104,7 +104,8 @@ class PassThroughCache(Cache):
         self.model_type = model_type
 
     def as_arguments(self, model: Any) -> dict[str, Any]:
-        return {cache_name(model): self, "use_cache": True}
+        # RWKV takes a state that it writes into. Hooks keep its state, so it is run without one.
+        return {cache_name(model): self, "use_cache": model.config.model_type != "rwkv"}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

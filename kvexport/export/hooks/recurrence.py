@@ -55,7 +55,7 @@ class RecurrentCache(PassThroughCache):
         super().__init__(model_type)
         self.past, self.query_length, self.traced = past or {}, query_length, traced
         self.present: dict[Place, Tensor] = {}
-        self._place: Place = (0, "")  # place of the linear attention that is running
+        self.place: Place = (0, "")  # place of the linear attention that is running
         self._computed: Tensor | None = None  # state of that linear attention after the call
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -105,7 +105,7 @@ class RecurrentCache(PassThroughCache):
 
         The replacement of that function takes the state from this cache, which stores the layer's number here.
         """
-        self._place = layer_idx, _name("recurrent_state", state_idx)
+        self.place = layer_idx, _name("recurrent_state", state_idx)
 
     def real(self, tokens: int) -> Tensor | None:
         """Return a mask [B, T] bool of the tokens of a decoder call, False for padding; None if no token is padding."""
@@ -115,7 +115,7 @@ class RecurrentCache(PassThroughCache):
 
     def past_state(self, batch: int, heads: int, key_size: int, value_size: int) -> Tensor:
         """Return the state [B, heads, dk, dv] of the running linear attention before the call; zeros in a probe."""
-        past = self.past.get(self._place)
+        past = self.past.get(self.place)
         return torch.zeros(batch, heads, key_size, value_size) if past is None else past
 
     def computed(self, state: Tensor, past: Tensor) -> Tensor:
@@ -158,6 +158,11 @@ def _name(kind: str, number: int) -> str:
 def recurring(model: nn.Module, cache: RecurrentCache) -> Iterator[None]:
     modules = {sys.modules[type(module).__module__] for module in model.modules()}
     own = [(module, name, vars(module)[name]) for module in modules for name in FUNCTIONS if name in vars(module)]
+    shifting = [module for module in model.modules() if hasattr(module, "time_shift")]  # of RWKV
+    if shifting:
+        model.config.rescale_every = 0  # else the model changes its weights, and halves hidden states to match
+    for module in shifting:
+        module.time_shift.forward = partial(_time_shift, cache, module.layer_id, int(not hasattr(module, "time_first")))
     try:
         for module, name, function in own:
             setattr(module, name, partial(FUNCTIONS[name], cache, function))
@@ -165,6 +170,8 @@ def recurring(model: nn.Module, cache: RecurrentCache) -> Iterator[None]:
     finally:
         for module, name, function in own:
             setattr(module, name, function)
+        for module in shifting:
+            del module.time_shift.forward
 
 
 def _delta_rule(
@@ -284,6 +291,54 @@ def _mamba(
     return output.transpose(1, 2).to(hidden_states.dtype), cache.computed(state, past)
 
 
+def _time_shift(cache: RecurrentCache, layer: int, number: int, hidden: Tensor) -> Tensor:
+    """Return the hidden state [B, T, C] of the token before each token: zeros before the first one (RWKV)."""
+    cache.get_recurrent_state(layer)  # the number of the layer for `_wkv`, which runs next
+    return cache.update_conv_state(hidden.transpose(1, 2), layer, number, 2)[..., :-1].transpose(1, 2)
+
+
+def _wkv(
+    cache: RecurrentCache,
+    own: Callable[..., Any],
+    time_decay: Tensor,
+    time_first: Tensor,
+    key: Tensor,
+    value: Tensor,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Compute RWKV's mean of values, weighted by exp(key), as a gated linear attention with a head for each channel.
+
+    The output is (a + exp(u + k) v) / (b + exp(u + k)). The state [B, C, 1, 2] has the sums a of exp(k) v and b of
+    exp(k) over earlier tokens, which decay by exp(-exp(w)) with every token; w is `time_decay` [C] and u `time_first`
+    [C]. k and v are [B, T, C]. The sums lack the latest token, whose two terms are in a convolution state, because a
+    linear attention updates its state before it reads it.
+
+    RWKV subtracts the largest key from the exponents. Here a key counts as one from -60 to 60 instead.
+    """
+    layer, (batch, tokens, channels) = cache.place[0], key.shape
+    past = cache.past_state(batch, channels, 1, 2)
+    k, v = key.float(), value.float()
+    if cache.traced:
+        weight = torch.exp(k.clamp(-60, 60))
+        terms = torch.stack([weight * v, weight], -1)
+        before = cache.update_conv_state(terms.flatten(2).transpose(1, 2), layer, 2, 2)[..., :-1].transpose(1, 2)
+        ones, decay = k.new_ones(batch, tokens, 1, 1), -torch.exp(time_decay.float()).expand(k.shape)
+        sums, state = _placeholder(cache, (ones, ones, before.reshape(terms.shape)), past, decay, None, "gated", 1.0)
+        sums = sums.reshape(terms.shape) + torch.exp(time_first.float())[:, None] * terms
+        output = sums[..., 0] / sums[..., 1]
+    else:  # the model's function has no padding, and a state that has all tokens: it is kept where the latest terms are
+        last, output = cache.past[layer, "conv_state_2"], torch.zeros_like(v)
+        sums = past[:, :, 0] * torch.exp(-torch.exp(time_decay.float()))[:, None] + last.reshape(batch, channels, 2)
+        for b, count in enumerate(cache.query_length[:, 0].tolist() if cache.query_length is not None else ()):
+            held = *sums[b : b + 1].unbind(-1), torch.zeros_like(sums[b : b + 1, :, 0])
+            real = k[b : b + 1, :count], v[b : b + 1, :count]
+            rows, (a, total, largest) = own(time_decay, time_first, *real, state=held, return_state=True)
+            output[b, :count], sums[b] = rows[0], (torch.stack([a, total], -1) * torch.exp(largest)[..., None])[0]
+        cache.present[layer, "conv_state_2"], state = sums.reshape(last.shape).to(last.dtype), torch.zeros_like(past)
+    cache.update_recurrent_state(cache.computed(state, past), layer)
+    return output.to(value.dtype), None
+
+
 def _placeholder(
     cache: RecurrentCache,
     rows: tuple[Tensor, Tensor, Tensor],
@@ -339,5 +394,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "chunk_kimi_delta_attention": _delta_rule,
     "mamba2_chunk_scan": _mamba2,
     "mamba_selective_scan": _mamba,
+    "rwkv_linear_attention": _wkv,
 }
 """The replacements of functions of a model's Python module, by the function's name."""

@@ -56,7 +56,8 @@ class RecurrentCache(PassThroughCache):
         self.past, self.query_length, self.traced = past or {}, query_length, traced
         self.present: dict[Place, Tensor] = {}
         self.place: Place = (0, "")  # place of the linear attention that is running
-        self._computed: Tensor | None = None  # state of that linear attention after the call
+        # States after the call: one, or one for each scan of a layer that runs several (Zamba)
+        self._computed: list[Tensor] = []
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Return True, so that layers of transformers compute one token with the same code as several tokens."""
@@ -105,7 +106,7 @@ class RecurrentCache(PassThroughCache):
 
         The replacement of that function takes the state from this cache, which stores the layer's number here.
         """
-        self.place = layer_idx, _name("recurrent_state", state_idx)
+        self.place, self._computed = (layer_idx, _name("recurrent_state", state_idx)), []
 
     def real(self, tokens: int) -> Tensor | None:
         """Return a mask [B, T] bool of the tokens of a decoder call, False for padding; None if no token is padding."""
@@ -116,7 +117,9 @@ class RecurrentCache(PassThroughCache):
     def past_state(self, batch: int, heads: int, key_size: int, value_size: int) -> Tensor:
         """Return the state [B, heads, dk, dv] of the running linear attention before the call; zeros in a probe."""
         past = self.past.get(self.place)
-        return torch.zeros(batch, heads, key_size, value_size) if past is None else past
+        if past is None:
+            return torch.zeros(batch, heads, key_size, value_size)
+        return past[:, len(self._computed)] if past.dim() > 4 else past
 
     def computed(self, state: Tensor, past: Tensor) -> Tensor:
         """Store and return a layer's recurrent state after a call.
@@ -126,13 +129,14 @@ class RecurrentCache(PassThroughCache):
         """
         if self.query_length is not None and not self.traced:
             state = torch.where((self.query_length > 0)[:, :, None, None], state, past)
-        self._computed = state
+        self._computed.append(state)
         return state
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        if self.traced and recurrent_states is not self._computed:
+        known = recurrent_states.dim() > 4 or any(recurrent_states is state for state in self._computed)
+        if self.traced and (not known or recurrent_states.numel() != sum(x.numel() for x in self._computed)):
             raise UsageError(
                 f"layer {layer_idx} of {self.model_type} computes its recurrent state in code of its own (state-space "
                 "or linear attention other than the gated delta rule, Kimi's delta attention and Mamba); it cannot "
@@ -158,11 +162,19 @@ def _name(kind: str, number: int) -> str:
 def recurring(model: nn.Module, cache: RecurrentCache) -> Iterator[None]:
     modules = {sys.modules[type(module).__module__] for module in model.modules()}
     own = [(module, name, vars(module)[name]) for module in modules for name in FUNCTIONS if name in vars(module)]
-    shifting = [module for module in model.modules() if hasattr(module, "time_shift")]  # of RWKV
-    if shifting:
-        model.config.rescale_every = 0  # else the model changes its weights, and halves hidden states to match
-    for module in shifting:
-        module.time_shift.forward = partial(_time_shift, cache, module.layer_id, int(not hasattr(module, "time_first")))
+    # Methods of modules, by the modules and the methods' names
+    methods: dict[tuple[nn.Module, str], Callable[..., Any]] = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "time_shift"):  # RWKV
+            number = int(not hasattr(module, "time_first"))
+            methods[module.time_shift, "forward"] = partial(_time_shift, cache, module.layer_id, number)
+            model.config.rescale_every = 0  # else the model changes its weights, and halves hidden states to match
+        if hasattr(module, "rg_lru"):  # RecurrentGemma
+            layer = int(name.split(".")[2])
+            methods[module.conv_1d, "forward"] = partial(_own_convolution, cache, layer, module.conv_1d)
+            methods[module.rg_lru, "_rnn_scan"] = partial(_rg_lru, cache, layer, module.rg_lru._rnn_scan)
+    for (module, name), method in methods.items():
+        setattr(module, name, method)
     try:
         for module, name, function in own:
             setattr(module, name, partial(FUNCTIONS[name], cache, function))
@@ -170,8 +182,8 @@ def recurring(model: nn.Module, cache: RecurrentCache) -> Iterator[None]:
     finally:
         for module, name, function in own:
             setattr(module, name, function)
-        for module in shifting:
-            del module.time_shift.forward
+        for module, name in methods:
+            delattr(module, name)
 
 
 def _delta_rule(
@@ -337,6 +349,45 @@ def _wkv(
         cache.present[layer, "conv_state_2"], state = sums.reshape(last.shape).to(last.dtype), torch.zeros_like(past)
     cache.update_recurrent_state(cache.computed(state, past), layer)
     return output.to(value.dtype), None
+
+
+def _own_convolution(cache: RecurrentCache, layer: int, convolution: nn.Conv1d, hidden: Tensor) -> Tensor:
+    """Compute a causal convolution [B, C, T] of a layer that keeps its last inputs itself (RecurrentGemma)."""
+    inputs = cache.update_conv_state(hidden, layer, 0, convolution.kernel_size[0])
+    bias = convolution.bias if cache.traced or convolution.bias is None else convolution.bias + 0.0  # see `_convolution`
+    return functional.conv1d(inputs, convolution.weight, bias, groups=convolution.groups)
+
+
+def _rg_lru(
+    cache: RecurrentCache,
+    layer: int,
+    own: Callable[..., Any],
+    hidden_states: Tensor,
+    recurrent_gate: Tensor,
+    reset: Tensor,
+    recurrent_states: None,
+) -> tuple[Tensor, None]:
+    """Compute RecurrentGemma's recurrence h = a h + x as a gated linear attention with a head for each channel.
+
+    x and a are [B, T, C], the state is [B, C, 1, 1]. The first token of a sequence meets a state of zeros, so `reset`
+    has no effect.
+    """
+    cache.get_recurrent_state(layer)
+    past = cache.past_state(hidden_states.shape[0], hidden_states.shape[2], 1, 1)
+    if cache.traced:
+        ones, decay = hidden_states.new_ones(*hidden_states.shape[:2], 1, 1), torch.log(recurrent_gate.float() + 1e-37)
+        rows = ones, ones, hidden_states[..., None]
+        output, state = _placeholder(cache, rows, past, decay, None, "gated", 1.0)
+        output = output.reshape(hidden_states.shape)
+    else:
+        real = cache.real(hidden_states.shape[1])
+        if real is not None:
+            hidden_states = torch.where(real[..., None], hidden_states, 0.0)
+            recurrent_gate = torch.where(real[..., None], recurrent_gate, 1.0)
+        output, state = own(hidden_states, recurrent_gate, torch.zeros_like(reset), past[..., 0, 0])
+        state = state[..., None, None].to(past.dtype)
+    cache.update_recurrent_state(cache.computed(state, past), layer)
+    return output.to(hidden_states.dtype), None
 
 
 def _placeholder(

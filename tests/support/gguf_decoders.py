@@ -121,7 +121,9 @@ FALCON_H1_SCALES = {
     "feed_forward.gate_proj.weight": 0.5, "feed_forward.down_proj.weight": 2.0, "mamba.out_proj.weight": 2.0,
     "mamba.in_proj.weight": 0.5 * np.repeat([2, 0.5, 4, 0.25, 0.5], [128, 128, 32, 32, 4])[:, None].astype(np.float32),
 }  # fmt: skip
-MIXER_NAMES = {f"mixer.{name.removeprefix('mamba.')}": stored for name, stored in MAMBA_NAMES.items() if "mamba" in name}
+MIXER_NAMES = {
+    f"mixer.{name.removeprefix('mamba.')}": stored for name, stored in MAMBA_NAMES.items() if "mamba" in name
+}
 NEMOTRON_H = {
     "head_dim": 16, "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 16,
     "conv_kernel": 4,
@@ -342,7 +344,7 @@ CASES = {  # by llama.cpp's name, the first word of the key
          "rope_parameters": LATENT_YARN},
         {**HALVES, **YARN_META, "expert_weights_scale": 1.0, "rope.scaling.yarn_log_multiplier": 0.0707},
     ),
-    "gemma3n": Case(  # llama.cpp has sizes of its own, and takes the keys of layers from the 21st on from the 19th and 20th
+    "gemma3n": Case(  # llama.cpp fixes some sizes. Layers from the 21st on read the keys of the 19th and the 20th.
         "gemma3n_text",
         {"head_dim": 16, "num_hidden_layers": 25, "num_kv_shared_layers": 5, "sliding_window": 24, "laurel_rank": 64,
          "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 64, "tie_word_embeddings": True,
@@ -354,7 +356,8 @@ CASES = {  # by llama.cpp's name, the first word of the key
         {"altup.correct_output_scale": "altup_correct_scale.weight",
          **{f"model.{name}.{i}.weight": f"{stored}.{i}" for i in range(3) for name, stored in
             (("altup_projections", "altup_proj"), ("altup_unembed_projections", "altup_unembd_proj"))}},
-        tensors={f"blk.{i}.attn_{name}.weight": np.ones(shape, np.float32) for i in range(20, 25)  # which no layer reads
+        # Files have keys and values of the layers that read those of others.
+        tensors={f"blk.{i}.attn_{name}.weight": np.ones(shape, np.float32) for i in range(20, 25)
                  for name, shape in (("k", (32, 64)), ("v", (32, 64)), ("k_norm", (16,)))},
         deviation=0.015,  # 25 layers of larger weights amplify the rounding of llama.cpp's GELU
     ),
@@ -491,7 +494,9 @@ def write_decoder(kind: str, file: Path, *, packed: bool = True) -> Any:
                 continue
             values = tensor.float().numpy()
             if tensor.ndim:
-                values = (torch.randn_like(tensor) * case.deviation + (0 if tensor.ndim > 1 else tensor)).float().numpy()
+                values = (
+                    (torch.randn_like(tensor) * case.deviation + (0 if tensor.ndim > 1 else tensor)).float().numpy()
+                )
             if name.endswith("experts.gate_up_proj") and "experts.gate_up_proj" not in case.names:
                 stem = name.removesuffix("gate_up_proj")
                 halves = np.split(values, 2, axis=1)

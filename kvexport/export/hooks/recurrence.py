@@ -159,7 +159,7 @@ def _name(kind: str, number: int) -> str:
 
 
 @contextlib.contextmanager
-def recurring(model: nn.Module, cache: RecurrentCache) -> Iterator[None]:
+def recurring(model: Any, cache: RecurrentCache) -> Iterator[None]:
     modules = {sys.modules[type(module).__module__] for module in model.modules()}
     own = [(module, name, vars(module)[name]) for module in modules for name in FUNCTIONS if name in vars(module)]
     # Methods of modules, by the modules and the methods' names
@@ -354,8 +354,9 @@ def _wkv(
 def _own_convolution(cache: RecurrentCache, layer: int, convolution: nn.Conv1d, hidden: Tensor) -> Tensor:
     """Compute a causal convolution [B, C, T] of a layer that keeps its last inputs itself (RecurrentGemma)."""
     inputs = cache.update_conv_state(hidden, layer, 0, convolution.kernel_size[0])
-    bias = convolution.bias if cache.traced or convolution.bias is None else convolution.bias + 0.0  # see `_convolution`
-    return functional.conv1d(inputs, convolution.weight, bias, groups=convolution.groups)
+    weights = convolution.weight, convolution.bias
+    output: Tensor = _convolution(cache, functional.conv1d, inputs, *weights, groups=convolution.groups)
+    return output
 
 
 def _rg_lru(

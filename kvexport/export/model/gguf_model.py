@@ -129,8 +129,8 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
             computed[name] = _by_head(name, entry, gguf.metadata.get(f"{kind}.attention.head_count"))
         elif match[2] in ("ssm_a", "ssm_d"):
             count = math.prod(entry.shape)
-            shape = (1, 1, count, 1) if "forget_gate" in own else (count,)
-            computed[name] = Ordered(name, entry, shape, logarithm=match[2] == "ssm_a")
+            whole: tuple[int, ...] = (1, 1, count, 1) if "forget_gate" in own else (count,)  # Kimi Linear's
+            computed[name] = Ordered(name, entry, whole, logarithm=match[2] == "ssm_a")
         elif match[2] == "ssm_norm":
             plain[name] = replace(entry, shape=(math.prod(entry.shape),))
         elif architecture.transposed and match[1] and len(entry.shape) == 2:

@@ -116,7 +116,7 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
         if match[2] in (KEY_EXPANSION, VALUE_EXPANSION):
             expansions.setdefault(f"{name}.{ending}", {})[match[2]] = entry
             continue
-        if match[2] in STACKED:
+        if match[2] in STACKED and len(entry.shape) == 3:
             computed |= {f"{name}.{i}.{ending}": GgufWeight(_expert(entry, i)) for i in range(entry.shape[0])}
             continue
         if own in shared and (own in SQUEEZED or (match[2] != "attn_kv_b" and len(entry.shape) == 2)):
@@ -159,9 +159,11 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
         else:
             computed[name] = matrix_of(name, ordered)
     for own, shape in architecture.numbers.items():
-        for i, number in enumerate(gguf.metadata.get(own.replace("mlp.act_fn", "xielu"), ())):
-            name = f"{architecture.layers}.{i}.{own}"
-            computed[name] = Number(name, number, shape)
+        listed: Any = gguf.metadata.get(own.replace("mlp.act_fn", "xielu"))
+        for i, number in enumerate(listed if isinstance(listed, list) else ()):
+            if type(number) is float:
+                name = f"{architecture.layers}.{i}.{own}"
+                computed[name] = Number(name, number, shape)
     for prefix, entries in linear.items():
         computed |= linear_attention_of(prefix, architecture.linear, _linear_heads(gguf, kind), entries)
     return plain, computed

@@ -6,6 +6,7 @@ An artifact is a folder with ONNX graphs, weights and a tokenizer. `build` write
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvexport.artifact.publish import is_artifact, quoted
 from kvexport.errors import UsageError
 from kvexport.files import json_digest
-from kvexport.terminal import Progress, silent
+from kvexport.terminal import Progress, say, silent
 
 if TYPE_CHECKING:
     from kvexport.engine.engine import Engine
@@ -136,11 +137,27 @@ def calibrated_recipe(
     from kvexport.calibrate.default import with_measured_budgets
 
     recipe = model_recipe(model, budget, max_length=max_length, overrides=overrides)
+    named = [key for x in overrides if (key := x.partition("=")[0].strip()) in ("cache.method", "cache.budget")]
+    if budget is None and not named and (full := _without_cache(model, max_length, overrides)) is not None:
+        say(f"cache.method is full, because no layer of {model} attends, so it has no KV cache to compress")
+        return full
 
     def changed(settings: Sequence[str]) -> LoadedRecipe:
         return model_recipe(model, budget, max_length=max_length, overrides=[*overrides, *settings])
 
     return with_measured_budgets(recipe, changed, calibrate=calibrate, progress=progress)
+
+
+def _without_cache(model: str, max_length: int | None, overrides: Sequence[str]) -> LoadedRecipe | None:
+    """Return the recipe of a model without a KV cache, or None if a layer of the model attends."""
+    from kvexport.export.build import read_model
+
+    with contextlib.suppress(UsageError):  # the build raises the error again
+        full = model_recipe(model, max_length=max_length, overrides=[*overrides, "cache.method=full"])
+        config = _config(full.recipe.model.path, full.recipe.model.revision)
+        if not {"num_attention_heads", "text_config"} & config.keys():  # the model itself is read only if it is open
+            return None if read_model(full.recipe, weights=False).plan.caches else full
+    return None
 
 
 def find_artifact(

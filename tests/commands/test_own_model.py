@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import transformers
 
 import kvexport
 from kvexport import models
@@ -17,6 +18,7 @@ from kvexport.recipe.load import BUDGET, name_of, recipe_for
 from tests.export.test_checkpoint_hub import Hub
 from tests.export.test_checkpoint_hub import hub as hub
 from tests.support.command_line import failure, ok
+from tests.support.models import save_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +54,17 @@ def test_build_takes_a_folder_and_the_length_that_it_was_trained_for(tiny_checkp
     assert load_manifest(built).limits.max_length == 100
     other = ok("build", tiny_checkpoint, "--max-length", 64, "--out", tmp_path / "c", "--set", "cache.sinks=2")
     assert load_manifest(Path(other.strip())).recipe.cache.sinks == 2
+
+
+def test_a_model_without_attention_has_the_method_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = transformers.MambaConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2)
+    checkpoint = save_checkpoint(tmp_path / "mamba", config)
+    assert load_manifest(kvexport.build(checkpoint, tmp_path / "a")).recipe.cache.method == "full"
+    assert "cache.method is full, because no layer of" in capsys.readouterr().err
+    for asked in ({"budget": 64}, {"overrides": ["cache.method=h2o"]}):
+        with pytest.raises(UsageError, match="but no layer of the model attends") as caught:
+            kvexport.build(checkpoint, tmp_path / "b", **asked)
+        assert caught.value.fix == "--set cache.method=full"
 
 
 def test_the_plan_of_a_model_is_that_of_its_build(tiny_checkpoint: Path, tmp_path: Path) -> None:

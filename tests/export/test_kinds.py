@@ -48,6 +48,8 @@ KINDS: dict[str, Callable[[], PretrainedConfig]] = {
         moe_intermediate_size=32, moe_shared_expert_intermediate_size=32,
     ),
     "Mamba": HYBRIDS["jamba"],
+    "Mamba in several scans": HYBRIDS["zamba"],
+    "RG-LRU": HYBRIDS["recurrent_gemma"],
     "attention module shared by layers": HYBRIDS["zamba2"],
     "layers that read another layer's cache": SHARED["gemma4_text"],
 }  # fmt: skip

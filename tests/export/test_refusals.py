@@ -23,12 +23,6 @@ EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32}
 # The characteristic part of each refusal's text. The model type precedes it.
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "t5": ("T5Config", {}, "is an encoder-decoder"),
-    "rwkv": ("RwkvConfig", {"hidden_size": 64, "num_hidden_layers": 2}, "has layers without attention, whose state it"),
-    "zamba": (
-        "ZambaConfig",
-        {**models.SIZES, "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
-        "computes its recurrent state in code of its own",
-    ),
     "diffusion_gemma": (
         "DiffusionGemmaConfig",
         tiny(transformers.DiffusionGemmaConfig),
@@ -131,6 +125,14 @@ def test_integers_in_a_checkpoint_are_refused_if_a_token_reads_them(tmp_path: Pa
     read_model(recipe_for(checkpoint), weights=False)
     reads = True
     with pytest.raises(UsageError, match=r"keeps integers in its checkpoint \('model.layers.0.mlp.table', torch.int64"):
+        read_model(recipe_for(checkpoint), weights=False)
+
+
+def test_a_state_in_code_of_its_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = transformers.models.llama.modeling_llama.LlamaAttention
+    monkeypatch.setattr(attention, "forward", lambda self, hidden_states, **options: (hidden_states, None))
+    checkpoint = dummy_checkpoint(tmp_path / "checkpoint", models.llama())
+    with pytest.raises(UsageError, match="llama has layers without attention, whose state it keeps in code of its own"):
         read_model(recipe_for(checkpoint), weights=False)
 
 

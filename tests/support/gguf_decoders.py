@@ -108,6 +108,26 @@ MAMBA_NAMES = {
     "shared_mlp.output_linear.weight": "ffn_down.weight", "mamba.A_log": "ssm_a", "mamba.D": "ssm_d",
     "mamba.dt_bias": "ssm_dt.bias",
 }  # fmt: skip
+FALCON_H1 = {
+    "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.5, "attention_in_multiplier": 2.0,
+    "attention_out_multiplier": 0.25, "ssm_in_multiplier": 0.5, "ssm_out_multiplier": 2.0,
+    "mlp_multipliers": [0.5, 2.0], "ssm_multipliers": [2.0, 0.5, 4.0, 0.25, 0.5], "mamba_rms_norm": True,
+    "mamba_norm_before_gate": False, "mamba_d_ssm": 128, "mamba_n_groups": 2,
+    **{key: x for key, x in MAMBA.items() if key in ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_d_conv")},
+}  # fmt: skip
+FALCON_H1_SCALES = {
+    "model.embed_tokens.weight": 2.0, "lm_head.weight": 0.5, "self_attn.q_proj.weight": 2.0,
+    "self_attn.k_proj.weight": 1.0, "self_attn.v_proj.weight": 2.0, "self_attn.o_proj.weight": 0.25,
+    "feed_forward.gate_proj.weight": 0.5, "feed_forward.down_proj.weight": 2.0, "mamba.out_proj.weight": 2.0,
+    "mamba.in_proj.weight": 0.5 * np.repeat([2, 0.5, 4, 0.25, 0.5], [128, 128, 32, 32, 4])[:, None].astype(np.float32),
+}  # fmt: skip
+MIXER_NAMES = {
+    f"mixer.{name.removeprefix('mamba.')}": stored for name, stored in MAMBA_NAMES.items() if "mamba" in name
+}
+NEMOTRON_H = {
+    "head_dim": 16, "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 16,
+    "conv_kernel": 4,
+}  # fmt: skip
 GRANITE_META = {"attention.scale": 0.125, "embedding_scale": 12.0, "residual_scale": 0.25, "logit_scale": 8.0}
 
 
@@ -117,9 +137,12 @@ class Case:
     changes: Mapping[str, Any] = field(default_factory=dict)  # of the config
     meta: Mapping[str, Any] = field(default_factory=dict)  # keys that are not in KEYS
     names: Mapping[str, str] = field(default_factory=dict)  # names of tensors that gguf's map does not have
+    deviation: float = 0.15  # standard deviation of the random weights
     pairs: bool = False  # queries and keys are written as rotary pairs
     plus: float = 0.0  # is added to the weights of norms
     transposed: bool = False  # transformers' matrices of layers are [inputs, outputs]
+    # Numbers by which the conversion multiplies weights: one, or one for each row
+    scales: Mapping[str, float | NDArray[np.float32]] = field(default_factory=dict)
     by_head: bool = False  # transformers has the queries, keys and values of one head after the other
     joint: bool = False  # queries, keys and values are one tensor
     # Tensors that the model does not have
@@ -243,6 +266,55 @@ CASES = {  # by llama.cpp's name, the first word of the key
     "starcoder2": Case("starcoder2", {"sliding_window": None}),
     "nemotron": Case("nemotron", {"rope_parameters": HALF, "norm_eps": 1e-5},
                      {"rope.dimension_count": 8, "attention.layer_norm_epsilon": 1e-5}, plus=1.0),
+    "jais2": Case("jais2", {}, {"rope.dimension_count": 16}),
+    "apertus": Case("apertus", {"rope_parameters": PLAIN}, {"rope.dimension_count": 16}),
+    "afmoe": Case(
+        "afmoe",
+        {**WINDOWS, **SMALL_EXPERTS, "head_dim": 16, "num_shared_experts": 2, "num_dense_layers": 1,
+         "route_scale": 1.5, "mup_enabled": True},
+        {"attention.sliding_window": 24, "expert_shared_count": 2, "leading_dense_block_count": 1,
+         "expert_weights_scale": 1.5, "expert_weights_norm": True, "expert_gating_func": SIGMOID},
+        {"mlp.expert_bias": "exp_probs_b.bias"},
+    ),
+    "exaone-moe": Case(
+        "exaone_moe",
+        {**WINDOWS, **SMALL_EXPERTS, "head_dim": 16, "num_shared_experts": 1, "first_k_dense_replace": 1,
+         "routed_scaling_factor": 1.5, "norm_topk_prob": True, "n_group": 1, "topk_group": 1},
+        {**SLIDING, **SCALED, "expert_shared_feed_forward_length": 32, "rope.scaling.type": "none"},
+    ),
+    "nemotron_h": Case(
+        "nemotron_h",
+        {**NEMOTRON_H, "layers_block_type": ["linear_attention", "full_attention", "mlp"], "num_hidden_layers": 3},
+        {**MAMBA_META, "ssm.group_count": 2, "attention.head_count_kv": [0, 2, 0], "feed_forward_length": [0, 0, 96],
+         "attention.layer_norm_rms_epsilon": 1e-5, "expert_count": 0, "expert_used_count": 0},
+        MIXER_NAMES,
+    ),
+    "nemotron_h_moe": Case(
+        "nemotron_h",
+        {**NEMOTRON_H, "layers_block_type": ["linear_attention", "full_attention", "moe"], "num_hidden_layers": 3,
+         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
+         "moe_shared_expert_intermediate_size": 64, "moe_latent_size": 32, "routed_scaling_factor": 1.5,
+         "norm_topk_prob": True},
+        {**MAMBA_META, "ssm.group_count": 2, "attention.head_count_kv": [0, 2, 0], "feed_forward_length": [0, 0, 32],
+         "attention.layer_norm_rms_epsilon": 1e-5, "expert_shared_count": 1, "expert_shared_feed_forward_length": 64,
+         "expert_weights_norm": True, "expert_weights_scale": 1.5, "expert_group_count": 1, "moe_latent_size": 32},
+        {**MIXER_NAMES, **{f"mixer.experts.{x}_proj.weight": f"ffn_{x}_exps.weight" for x in ("up", "down")}},
+    ),
+    "falcon-h1": Case(
+        "falcon_h1", FALCON_H1,
+        {**MAMBA_META, "ssm.group_count": 2, "attention.key_length": 16, "attention.value_length": 16}, MAMBA_NAMES,
+        scales=FALCON_H1_SCALES,
+    ),
+    "kimi-linear": Case(
+        "kimi_linear",
+        {**{key: x for key, x in LATENT.items() if key not in ("n_routed_experts", "first_k_dense_replace")},
+         "num_local_experts": 4, "routed_scaling_factor": 1.5, "linear_head_dim": 16, "linear_num_heads": 4,
+         "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"]},
+        {**HALVES, **SCALED, "attention.head_count_kv": [0, 1], "kda.head_dim": 16, "ssm.conv_kernel": 4},
+        {"self_attn.forget_gate.A_log": "ssm_a", "self_attn.forget_gate.dt_bias": "ssm_dt.bias",
+         **{f"self_attn.forget_gate.f_{x}_proj.weight": f"ssm_f_{x}.weight" for x in "ab"},
+         **{f"self_attn.conv1d_{x}.weight": f"ssm_conv1d_{x}.weight" for x in "qkv"}},
+    ),
     "command-r": Case("cohere", {"logit_scale": 0.25, "tie_word_embeddings": True}, {"logit_scale": 0.25}),
     "command-r of 64 layers": Case(  # llama.cpp knows the norms of queries of this size alone
         "cohere",
@@ -271,6 +343,23 @@ CASES = {  # by llama.cpp's name, the first word of the key
         {**LATENT, "num_hidden_layers": 27, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
          "rope_parameters": LATENT_YARN},
         {**HALVES, **YARN_META, "expert_weights_scale": 1.0, "rope.scaling.yarn_log_multiplier": 0.0707},
+    ),
+    "gemma3n": Case(  # llama.cpp fixes some sizes. Layers from the 21st on read the keys of the 19th and the 20th.
+        "gemma3n_text",
+        {"head_dim": 16, "num_hidden_layers": 25, "num_kv_shared_layers": 5, "sliding_window": 24, "laurel_rank": 64,
+         "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 64, "tie_word_embeddings": True,
+         "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 15,
+         "rope_parameters": {"sliding_attention": PLAIN, "full_attention": {**PLAIN, "rope_theta": 1e6}}},
+        {"attention.sliding_window": 24, "attention.sliding_window_pattern": [*[True] * 4, False] * 5,
+         "attention.shared_kv_layers": 5, "embedding_length_per_layer_input": 256, "altup.active_idx": 0,
+         "altup.num_inputs": 4, "activation_sparsity_scale": [*[1.6448535] * 10, *[-math.inf] * 15]},
+        {"altup.correct_output_scale": "altup_correct_scale.weight",
+         **{f"model.{name}.{i}.weight": f"{stored}.{i}" for i in range(3) for name, stored in
+            (("altup_projections", "altup_proj"), ("altup_unembed_projections", "altup_unembd_proj"))}},
+        # Files have keys and values of the layers that read those of others.
+        tensors={f"blk.{i}.attn_{name}.weight": np.ones(shape, np.float32) for i in range(20, 25)
+                 for name, shape in (("k", (32, 64)), ("v", (32, 64)), ("k_norm", (16,)))},
+        deviation=0.015,  # 25 layers of larger weights amplify the rounding of llama.cpp's GELU
     ),
     "gemma4": Case(  # as E2B: embeddings for each layer, and layers that read another layer's cache
         "gemma4_text",
@@ -345,9 +434,13 @@ def write_decoder(kind: str, file: Path, *, packed: bool = True) -> Any:
         """Store the values under transformers' `name`, and return the values that are stored."""
         name = name.replace("gate.e_score_correction_bias", "gate.e_score_correction.bias")
         layer, own = layer_and_own(name)
-        stored = f"blk.{layer}.{case.names[own]}" if own in case.names else mapped.get_name(name, (".weight", ".bias"))
-        assert stored is not None, name
-        in_file = values + np.float32(case.plus) if name.endswith("norm.weight") else values
+        if own in case.names:
+            stored = f"{f'blk.{layer}.' if layer else ''}{case.names[own]}"
+        else:  # the files of Nemotron-H have another prefix than transformers' model
+            prefixed = (name, name.replace("model.", "backbone.", 1))
+            stored = next(x for each in prefixed if (x := mapped.get_name(each, (".weight", ".bias"))))
+        scale = case.scales.get(own, np.float32(1))
+        in_file = values * scale + np.float32(case.plus if name.endswith("norm.weight") else 0)
         kind_of_tensor, data, held = F32, in_file.tobytes(), in_file
         is_matrix = in_file.ndim > 1 and in_file.shape[-1] % 32 == 0 and not own.endswith("norm.weight")
         if packed and is_matrix and "ffn_gate_inp" not in stored:
@@ -356,10 +449,10 @@ def write_decoder(kind: str, file: Path, *, packed: bool = True) -> Any:
             heads = config.num_attention_heads if "q_proj" in own else config.num_key_value_heads
             rows = np.frombuffer(data, np.uint8).reshape(heads, 2, len(values) // heads // 2, -1)
             data = rows.swapaxes(1, 2).tobytes()
-        convolution = own in ("conv.conv.weight", "mamba.conv1d.weight")
+        convolution = own in ("conv.conv.weight", "mamba.conv1d.weight", "mixer.conv1d.weight")
         shape = (values.shape[0], values.shape[2]) if convolution else values.shape
         tensors[stored] = (shape[::-1], kind_of_tensor, data)
-        return held - np.float32(case.plus) if name.endswith("norm.weight") else held
+        return (held - np.float32(case.plus if name.endswith("norm.weight") else 0)) / scale
 
     def rearranged(name: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
         """Store the values as the conversion rearranges them, and return the values that are stored."""
@@ -374,10 +467,18 @@ def write_decoder(kind: str, file: Path, *, packed: bool = True) -> Any:
             stem = name.removesuffix("input_linear.weight")
             gate, up = np.split(values, 2)
             return np.concatenate([put(f"{stem}gate.weight", gate), put(f"{stem}up.weight", up)])
-        if own == "mamba.A_log":
-            return np.log(-put(name, -np.exp(values[:, None]))[:, 0])
-        if own in ("mamba.D", "mamba.norm.weight"):
-            return put(name, values.reshape(-1, 1) if own == "mamba.D" else values[None]).reshape(-1)
+        if own.endswith("A_log"):
+            return np.log(-put(name, -np.exp(values if values.ndim > 1 else values[:, None]))).reshape(values.shape)
+        if own.endswith((".D", "mamba.norm.weight", "mixer.norm.weight")):
+            rows = -1 if own.endswith(".D") else case.meta["ssm.group_count"]
+            return put(name, values.reshape(rows, 1 if rows < 0 else -1)).reshape(-1)
+        if own == "self_attn.conv1d.weight":
+            parts = zip("qkv", np.split(values[None, :, 0, None], 3, axis=1), strict=True)
+            stem = name.removesuffix(".weight")
+            return np.concatenate([put(f"{stem}_{x}.weight", part) for x, part in parts], 1).reshape(values.shape)
+        if own.startswith("mlp.act_fn."):
+            numbers.setdefault(f"xielu.{own.removeprefix('mlp.act_fn.')}", []).append(values.item())
+            return values
         if case.transposed and layer and values.ndim == 2:
             return put(name, np.ascontiguousarray(values.T)).T
         if case.by_head and "query_key_value" in own:
@@ -386,26 +487,37 @@ def write_decoder(kind: str, file: Path, *, packed: bool = True) -> Any:
             return held.reshape(3, heads, -1, *values.shape[1:]).swapaxes(0, 1).reshape(values.shape)
         return put(name, values)
 
+    numbers: dict[str, list[float]] = {}
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if name == "lm_head.weight" and config.tie_word_embeddings:
                 continue
-            values = (torch.randn_like(tensor) * 0.15 + (0 if tensor.ndim > 1 else tensor)).numpy()
+            values = tensor.float().numpy()
+            if tensor.ndim:
+                values = (
+                    (torch.randn_like(tensor) * case.deviation + (0 if tensor.ndim > 1 else tensor)).float().numpy()
+                )
             if name.endswith("experts.gate_up_proj") and "experts.gate_up_proj" not in case.names:
                 stem = name.removesuffix("gate_up_proj")
                 halves = np.split(values, 2, axis=1)
                 parts = zip(("gate_proj.weight", "up_proj.weight"), halves, strict=True)
                 values = np.concatenate([put(stem + part, np.ascontiguousarray(half)) for part, half in parts], axis=1)
             else:
-                values = rearranged(f"{name}.weight" if name.endswith("experts.down_proj") else name, values)
-            tensor.copy_(torch.from_numpy(np.ascontiguousarray(values)))
+                bare = name.endswith(("experts.up_proj", "experts.down_proj"))
+                values = rearranged(f"{name}.weight" if bare else name, values)
+            tensor.copy_(torch.from_numpy(np.ascontiguousarray(values)).reshape(tensor.shape))
     if case.joint:
         for first in [name for name in tensors if ".attn_q." in name]:
             parts = [tensors.pop(first.replace("attn_q", f"attn_{x}")) for x in "qkv"]
             dims = (*parts[0][0][:-1], sum(dims[-1] for dims, _, _ in parts))
             data = b"".join(data for _, _, data in parts)
             tensors[first.replace("attn_q", "attn_qkv")] = (dims, parts[0][1], data)
-    file.write_bytes(gguf({key: entry(value) for key, value in described(kind, case, config).items()}, tensors))
+    for first in [name for name in tensors if name.endswith(".0")]:
+        parts = [tensors.pop(f"{first[:-1]}{i}") for i in range(3)]
+        data = b"".join(data for _, _, data in parts)
+        tensors[f"{first[:-1]}weight"] = ((*parts[0][0], 3), parts[0][1], data)
+    metadata = {**described(kind, case, config), **numbers}
+    file.write_bytes(gguf({key: entry(value) for key, value in metadata.items()}, tensors))
     return model
 
 

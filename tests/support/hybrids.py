@@ -10,7 +10,9 @@ from transformers import (
     Lfm2Config,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
+    RecurrentGemmaConfig,
     Zamba2Config,
+    ZambaConfig,
 )
 
 from tests.support import models
@@ -40,6 +42,11 @@ CONFIGS: dict[str, Any] = {
     ),
     "jamba": lambda: JambaConfig(
         **SIZES, num_experts=4, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, mamba_dt_rank=8
+    ),
+    "recurrent_gemma": lambda: RecurrentGemmaConfig(**SIZES, lru_width=64),
+    "zamba": lambda: ZambaConfig(
+        **{**SIZES, "num_hidden_layers": 4}, layers_block_type=["linear_attention", "hybrid"] * 2, mamba_d_state=8,
+        mamba_dt_rank=8,
     ),
     "zamba2": lambda: Zamba2Config(
         **{**SIZES, "num_hidden_layers": 4}, layers_block_type=["linear_attention", "hybrid"] * 2, n_mamba_heads=4,

@@ -55,8 +55,9 @@ class RecurrentCache(PassThroughCache):
         super().__init__(model_type)
         self.past, self.query_length, self.traced = past or {}, query_length, traced
         self.present: dict[Place, Tensor] = {}
-        self._place: Place = (0, "")  # place of the linear attention that is running
-        self._computed: Tensor | None = None  # state of that linear attention after the call
+        self.place: Place = (0, "")  # place of the linear attention that is running
+        # States after the call: one, or one for each scan of a layer that runs several (Zamba)
+        self._computed: list[Tensor] = []
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Return True, so that layers of transformers compute one token with the same code as several tokens."""
@@ -105,7 +106,7 @@ class RecurrentCache(PassThroughCache):
 
         The replacement of that function takes the state from this cache, which stores the layer's number here.
         """
-        self._place = layer_idx, _name("recurrent_state", state_idx)
+        self.place, self._computed = (layer_idx, _name("recurrent_state", state_idx)), []
 
     def real(self, tokens: int) -> Tensor | None:
         """Return a mask [B, T] bool of a call's tokens, False for padding; None if no token is padding."""
@@ -114,9 +115,11 @@ class RecurrentCache(PassThroughCache):
         return torch.arange(tokens, device=self.query_length.device) < self.query_length
 
     def past_state(self, batch: int, heads: int, key_size: int, value_size: int) -> Tensor:
-        """Return a layer's recurrent state [B, heads, dk, dv] before the current call; zeros in a probe."""
-        past = self.past.get(self._place)
-        return torch.zeros(batch, heads, key_size, value_size) if past is None else past
+        """Return the state [B, heads, dk, dv] of the running linear attention before the call; zeros in a probe."""
+        past = self.past.get(self.place)
+        if past is None:
+            return torch.zeros(batch, heads, key_size, value_size)
+        return past[:, len(self._computed)] if past.dim() > 4 else past
 
     def computed(self, state: Tensor, past: Tensor) -> Tensor:
         """Store and return a layer's recurrent state after a call.
@@ -126,13 +129,14 @@ class RecurrentCache(PassThroughCache):
         """
         if self.query_length is not None and not self.traced:
             state = torch.where((self.query_length > 0)[:, :, None, None], state, past)
-        self._computed = state
+        self._computed.append(state)
         return state
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        if self.traced and recurrent_states is not self._computed:
+        known = recurrent_states.dim() > 4 or any(recurrent_states is state for state in self._computed)
+        if self.traced and (not known or recurrent_states.numel() != sum(x.numel() for x in self._computed)):
             raise UsageError(
                 f"layer {layer_idx} of {self.model_type} computes its recurrent state in code of its own (state-space "
                 "or linear attention other than the gated delta rule, Kimi's delta attention and Mamba); it cannot "
@@ -155,9 +159,22 @@ def _name(kind: str, number: int) -> str:
 
 
 @contextlib.contextmanager
-def recurring(model: nn.Module, cache: RecurrentCache) -> Iterator[None]:
+def recurring(model: Any, cache: RecurrentCache) -> Iterator[None]:
     modules = {sys.modules[type(module).__module__] for module in model.modules()}
     own = [(module, name, vars(module)[name]) for module in modules for name in FUNCTIONS if name in vars(module)]
+    # Methods of modules, by the modules and the methods' names
+    methods: dict[tuple[nn.Module, str], Callable[..., Any]] = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "time_shift"):  # RWKV
+            number = int(not hasattr(module, "time_first"))
+            methods[module.time_shift, "forward"] = partial(_time_shift, cache, module.layer_id, number)
+            model.config.rescale_every = 0  # else the model changes its weights, and halves hidden states to match
+        if hasattr(module, "rg_lru"):  # RecurrentGemma
+            layer = int(name.split(".")[2])
+            methods[module.conv_1d, "forward"] = partial(_own_convolution, cache, layer, module.conv_1d)
+            methods[module.rg_lru, "_rnn_scan"] = partial(_rg_lru, cache, layer, module.rg_lru._rnn_scan)
+    for (module, name), method in methods.items():
+        setattr(module, name, method)
     try:
         for module, name, function in own:
             setattr(module, name, partial(FUNCTIONS[name], cache, function))
@@ -165,6 +182,8 @@ def recurring(model: nn.Module, cache: RecurrentCache) -> Iterator[None]:
     finally:
         for module, name, function in own:
             setattr(module, name, function)
+        for module, name in methods:
+            delattr(module, name)
 
 
 def _delta_rule(
@@ -284,6 +303,94 @@ def _mamba(
     return output.transpose(1, 2).to(hidden_states.dtype), cache.computed(state, past)
 
 
+def _time_shift(cache: RecurrentCache, layer: int, number: int, hidden: Tensor) -> Tensor:
+    """Return the hidden state [B, T, C] of the token before each token: zeros before the first one (RWKV)."""
+    cache.get_recurrent_state(layer)  # the number of the layer for `_wkv`, which runs next
+    return cache.update_conv_state(hidden.transpose(1, 2), layer, number, 2)[..., :-1].transpose(1, 2)
+
+
+def _wkv(
+    cache: RecurrentCache,
+    own: Callable[..., Any],
+    time_decay: Tensor,
+    time_first: Tensor,
+    key: Tensor,
+    value: Tensor,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Compute RWKV's mean of values, weighted by exp(key), as a gated linear attention with a head for each channel.
+
+    The output is (a + exp(u + k) v) / (b + exp(u + k)). The state [B, C, 1, 2] has the sums a of exp(k) v and b of
+    exp(k) over earlier tokens, which decay by exp(-exp(w)) with every token; w is `time_decay` [C] and u `time_first`
+    [C]. k and v are [B, T, C]. The sums lack the latest token, whose two terms are in a convolution state, because a
+    linear attention updates its state before it reads it.
+
+    RWKV subtracts the largest key from the exponents. Here a key counts as one from -60 to 60 instead.
+    """
+    layer, (batch, tokens, channels) = cache.place[0], key.shape
+    past = cache.past_state(batch, channels, 1, 2)
+    k, v = key.float(), value.float()
+    if cache.traced:
+        weight = torch.exp(k.clamp(-60, 60))
+        terms = torch.stack([weight * v, weight], -1)
+        before = cache.update_conv_state(terms.flatten(2).transpose(1, 2), layer, 2, 2)[..., :-1].transpose(1, 2)
+        ones, decay = k.new_ones(batch, tokens, 1, 1), -torch.exp(time_decay.float()).expand(k.shape)
+        sums, state = _placeholder(cache, (ones, ones, before.reshape(terms.shape)), past, decay, None, "gated", 1.0)
+        sums = sums.reshape(terms.shape) + torch.exp(time_first.float())[:, None] * terms
+        output = sums[..., 0] / sums[..., 1]
+    else:  # the model's function has no padding, and a state that has all tokens: it is kept where the latest terms are
+        last, output = cache.past[layer, "conv_state_2"], torch.zeros_like(v)
+        sums = past[:, :, 0] * torch.exp(-torch.exp(time_decay.float()))[:, None] + last.reshape(batch, channels, 2)
+        for b, count in enumerate(cache.query_length[:, 0].tolist() if cache.query_length is not None else ()):
+            held = *sums[b : b + 1].unbind(-1), torch.zeros_like(sums[b : b + 1, :, 0])
+            real = k[b : b + 1, :count], v[b : b + 1, :count]
+            rows, (a, total, largest) = own(time_decay, time_first, *real, state=held, return_state=True)
+            output[b, :count], sums[b] = rows[0], (torch.stack([a, total], -1) * torch.exp(largest)[..., None])[0]
+        cache.present[layer, "conv_state_2"], state = sums.reshape(last.shape).to(last.dtype), torch.zeros_like(past)
+    cache.update_recurrent_state(cache.computed(state, past), layer)
+    return output.to(value.dtype), None
+
+
+def _own_convolution(cache: RecurrentCache, layer: int, convolution: nn.Conv1d, hidden: Tensor) -> Tensor:
+    """Compute a causal convolution [B, C, T] of a layer that keeps its last inputs itself (RecurrentGemma)."""
+    inputs = cache.update_conv_state(hidden, layer, 0, convolution.kernel_size[0])
+    weights = convolution.weight, convolution.bias
+    output: Tensor = _convolution(cache, functional.conv1d, inputs, *weights, groups=convolution.groups)
+    return output
+
+
+def _rg_lru(
+    cache: RecurrentCache,
+    layer: int,
+    own: Callable[..., Any],
+    hidden_states: Tensor,
+    recurrent_gate: Tensor,
+    reset: Tensor,
+    recurrent_states: None,
+) -> tuple[Tensor, None]:
+    """Compute RecurrentGemma's recurrence h = a h + x as a gated linear attention with a head for each channel.
+
+    x and a are [B, T, C], the state is [B, C, 1, 1]. The first token of a sequence meets a state of zeros, so `reset`
+    has no effect.
+    """
+    cache.get_recurrent_state(layer)
+    past = cache.past_state(hidden_states.shape[0], hidden_states.shape[2], 1, 1)
+    if cache.traced:
+        ones, decay = hidden_states.new_ones(*hidden_states.shape[:2], 1, 1), torch.log(recurrent_gate.float() + 1e-37)
+        rows = ones, ones, hidden_states[..., None]
+        output, state = _placeholder(cache, rows, past, decay, None, "gated", 1.0)
+        output = output.reshape(hidden_states.shape)
+    else:
+        real = cache.real(hidden_states.shape[1])
+        if real is not None:
+            hidden_states = torch.where(real[..., None], hidden_states, 0.0)
+            recurrent_gate = torch.where(real[..., None], recurrent_gate, 1.0)
+        output, state = own(hidden_states, recurrent_gate, torch.zeros_like(reset), past[..., 0, 0])
+        state = state[..., None, None].to(past.dtype)
+    cache.update_recurrent_state(cache.computed(state, past), layer)
+    return output.to(hidden_states.dtype), None
+
+
 def _placeholder(
     cache: RecurrentCache,
     rows: tuple[Tensor, Tensor, Tensor],
@@ -339,5 +446,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "chunk_kimi_delta_attention": _delta_rule,
     "mamba2_chunk_scan": _mamba2,
     "mamba_selective_scan": _mamba,
+    "rwkv_linear_attention": _wkv,
 }
 """The replacements of functions of a model's Python module, by the function's name."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,10 @@ _FOUR_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_CORRECTIONS = ("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias", "feed_forward.expert_bias")
+_CORRECTIONS = (
+    *("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias", "mixer.gate.e_score_correction_bias"),
+    *("feed_forward.expert_bias", "mlp.expert_bias"),
+)
 GATE_EXPERTS, UP_EXPERTS, DOWN_EXPERTS = "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"
 GATE_UP_EXPERTS = "ffn_gate_up_exps"
 EXPERTS = (GATE_EXPERTS, UP_EXPERTS, DOWN_EXPERTS, GATE_UP_EXPERTS)
@@ -40,11 +44,17 @@ KEY_EXPANSION, VALUE_EXPANSION = "attn_k_b", "attn_v_b"
 """llama.cpp's names of the halves of the matrix that expands latent vectors to the keys and values of all heads."""
 BARE = (
     *("self_attn.sinks", "mlp.gate.moe_statics.e_score_correction_bias", *_CORRECTIONS),
-    *("layer_scalar", "router.scale", "router.per_expert_scale", "mamba.dt_bias", "mamba.A_log", "mamba.D"),
+    *("layer_scalar", "router.scale", "router.per_expert_scale", "altup.correct_output_scale"),
+    *("mamba.dt_bias", "mamba.A_log", "mamba.D", "mixer.dt_bias", "mixer.A_log", "mixer.D"),
+    *("self_attn.forget_gate.dt_bias", "self_attn.forget_gate.A_log"),
+    "pre_ff_layernorm.weight",  # llama.cpp's name of this norm has no ending
 )
-"""Parameters of transformers whose names end neither in .weight nor in .bias."""
-SQUEEZED = ("conv.conv", "mamba.conv1d")
+"""Parameters of transformers that a GGUF file stores under a name without .weight or .bias, or that have no such name.
+"""
+SQUEEZED = ("conv.conv", "mamba.conv1d", "mixer.conv1d", "self_attn.conv1d")
 """Modules of transformers whose weight [channels, 1, taps] a GGUF file stores as [channels, taps]."""
+STACKED = ("altup_proj", "altup_unembd_proj")
+"""llama.cpp's names of tensors that have the matrices of a list of modules."""
 ONE_ROW = ("mlp.shared_expert_gate", "mlp.gate.moe_statics.e_score_correction_bias")
 """Modules of transformers whose weight [1, inputs] a GGUF file may store as [inputs]."""
 
@@ -78,6 +88,8 @@ class Architecture:
     transposed: bool = False  # whether transformers' matrices of layers are [inputs, outputs]
     # Whether transformers has the queries, keys and values of one head after the other, and not all queries first
     by_head: bool = False
+    # Parameters of a layer that are one number -> their shape. The metadata have the numbers of all layers.
+    numbers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     linear: str = ""  # layout of linear attention's tensors (`gguf_linear_attention`); empty without such layers
     # A function from the metadata and the rotary settings to entries of config.json, in addition to or instead of those
     # that all architectures have
@@ -89,10 +101,10 @@ def shortest(value: float) -> float:
 
 
 def _windows(meta: Meta) -> dict[str, Any]:
-    """Return which layers have a sliding window: those that the metadata marks, or all but every fourth."""
-    count, window = meta["block_count"], meta.get("attention.sliding_window")
+    """Return the layers with a sliding window: those that the metadata marks, or all but every fourth."""
+    count, window = meta["block_count"] - meta.get("nextn_predict_layers", 0), meta.get("attention.sliding_window")
     pattern = meta.get("attention.sliding_window_pattern") or [bool((i + 1) % 4) for i in range(count)]
-    kinds = ["sliding_attention" if window and slides else "full_attention" for slides in pattern]
+    kinds = ["sliding_attention" if window and slides else "full_attention" for slides in pattern[:count]]
     return {"sliding_window": window, "layer_types": kinds}
 
 
@@ -169,6 +181,21 @@ def _gemma4(meta: Meta, rope: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gemma3n(meta: Meta, rope: dict[str, Any]) -> dict[str, Any]:
+    sliding = {"rope_theta": shortest(meta.get("rope.freq_base_swa", 10000.0)), "rope_type": "default"}
+    # The file has how many standard deviations above the mean an activation has to be, and config.json the share of
+    # activations that are below.
+    sparsity = [round(NormalDist().cdf(scale), 6) for scale in meta["activation_sparsity_scale"]]
+    return {
+        **_windows(meta),
+        "rope_parameters": {"full_attention": rope, "sliding_attention": sliding},
+        "vocab_size_per_layer_input": meta.tensors["per_layer_token_embd.weight"].shape[0],
+        "laurel_rank": meta.tensors["blk.0.laurel_l.weight"].shape[0],
+        "activation_sparsity_pattern": sparsity,
+        "final_logit_softcapping": meta.get("final_logit_softcapping", 30.0),
+    }
+
+
 def _deepseek2(meta: Meta, rope: dict[str, Any]) -> dict[str, Any]:
     if "attention.temperature_scale" in meta:
         raise ValueError("attention.temperature_scale makes queries depend on their positions, as in Mistral Large 3")
@@ -218,6 +245,40 @@ def _granitehybrid(meta: Meta, _: Any) -> dict[str, Any]:
         "mamba_n_heads": meta["ssm.time_step_rank"],
         "mamba_d_head": inner // meta["ssm.time_step_rank"],
         "mamba_expand": inner // meta["embedding_length"],
+    }
+
+
+def _falcon_h1(meta: Meta, _: Any) -> dict[str, Any]:
+    return {"mamba_d_head": meta["ssm.inner_size"] // meta["ssm.time_step_rank"]}
+
+
+def _nemotron_h(meta: Meta, _: Any) -> dict[str, Any]:
+    heads, inner = meta["attention.head_count_kv"], meta["feed_forward_length"]  # 0 in a layer that has none
+    experts = meta.get("expert_count", 0)
+    rest = ["moe" if experts and size else "mlp" if size else "linear_attention" for size in inner]
+    layers = range(meta["block_count"] - meta.get("nextn_predict_layers", 0))
+    return {
+        "layers_block_type": ["full_attention" if heads[i] else rest[i] for i in layers],
+        "num_key_value_heads": max(heads),
+        "intermediate_size": max(inner),
+        "mamba_head_dim": meta["ssm.inner_size"] // meta["ssm.time_step_rank"],
+        **({name: meta[key] for name, key in _NEMOTRON_EXPERTS.items()} if experts else {}),
+        "moe_latent_size": meta.get("moe_latent_size"),
+    }
+
+
+def _kimi_linear(meta: Meta, _: Any) -> dict[str, Any]:
+    heads, rotated = meta["attention.head_count"], meta["rope.dimension_count"]
+    dense = meta.get("leading_dense_block_count", 0)
+    return {
+        "layer_types": ["full_attention" if count else "linear_attention" for count in meta["attention.head_count_kv"]],
+        "mlp_layer_types": ["dense" if i < dense else "sparse" for i in range(meta["block_count"])],
+        "num_key_value_heads": heads,
+        "linear_num_heads": heads,
+        "head_dim": rotated,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": meta["attention.key_length_mla"] - rotated,
+        "q_lora_rank": meta.get("attention.q_lora_rank"),
     }
 
 
@@ -323,6 +384,28 @@ _GPT2_SIZES = {
     "n_positions": "context_length",
     "n_inner": "feed_forward_length",
 }
+_MAMBA = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_dt": "mamba.dt_bias",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
+_MAMBA_SIZES = {
+    "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_n_groups": "ssm.group_count",
+}
+_PER_LAYER = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
 _HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 _CHOSEN = {"num_experts_per_tok": "expert_used_count"}
 _LOCAL = {**_CHOSEN, "num_local_experts": "expert_count"}
@@ -340,6 +423,10 @@ _DEEPSEEK = {
     "first_k_dense_replace": "leading_dense_block_count",
     "routed_scaling_factor": "expert_weights_scale",
     "norm_topk_prob": "expert_weights_norm",
+}
+_NEMOTRON_EXPERTS = {
+    **_without(_DEEPSEEK, "first_k_dense_replace"),
+    "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
 _DELTA = {
     "linear_conv_kernel_dim": "ssm.conv_kernel",
@@ -392,6 +479,44 @@ _QWEN3_MOE = Architecture(
     {**_NAMES, **_HEAD_NORMS, **_ROUTED},
     _EXPERTS,
     _NORMALIZED,
+)
+_NEMOTRON_H = Architecture(
+    "nemotron_h",
+    {
+        "token_embd": "model.embeddings",
+        "output_norm": "model.norm_f",
+        "output": "lm_head",
+        "attn_norm": "norm",
+        "attn_q": "mixer.q_proj",
+        "attn_k": "mixer.k_proj",
+        "attn_v": "mixer.v_proj",
+        "attn_output": "mixer.o_proj",
+        **{name: mine.replace("mamba", "mixer") for name, mine in _MAMBA.items()},
+        "ffn_up": "mixer.up_proj",
+        "ffn_down": "mixer.down_proj",
+        "ffn_gate_inp": "mixer.gate",
+        "exp_probs_b": "mixer.gate.e_score_correction_bias",
+        **dict.fromkeys(EXPERTS, "mixer.experts"),
+        "ffn_up_shexp": "mixer.shared_experts.up_proj",
+        "ffn_down_shexp": "mixer.shared_experts.down_proj",
+        "ffn_latent_down": "mixer.fc1_latent_proj",
+        "ffn_latent_up": "mixer.fc2_latent_proj",
+    },
+    {
+        "conv_kernel": "ssm.conv_kernel",
+        "ssm_state_size": "ssm.state_size",
+        "n_groups": "ssm.group_count",
+        "mamba_num_heads": "ssm.time_step_rank",
+    },
+    {"n_group": 1, "topk_group": 1},
+    {
+        "attention_bias": "attn_q.bias",
+        "mlp_bias": "ffn_up.bias",
+        "use_bias": "ssm_in.bias",
+        "use_conv_bias": "ssm_conv1d.bias",
+    },
+    norm="layer_norm_epsilon",
+    config=_nemotron_h,
 )
 # Decoders that are those of transformers' Llama
 _PAIRED_LLAMA = Architecture("llama", _LLAMA, pairs=True)
@@ -545,20 +670,9 @@ ARCHITECTURES = {
             **_GRANITE_MOE,
             **dict.fromkeys(("ffn_gate", "ffn_up"), "shared_mlp.input_linear"),
             "ffn_down": "shared_mlp.output_linear",
-            "ssm_in": "mamba.in_proj",
-            "ssm_conv1d": "mamba.conv1d",
-            "ssm_dt": "mamba.dt_bias",
-            "ssm_a": "mamba.A_log",
-            "ssm_d": "mamba.D",
-            "ssm_norm": "mamba.norm",
-            "ssm_out": "mamba.out_proj",
+            **_MAMBA,
         },
-        {
-            **_MULTIPLIERS,
-            "mamba_d_conv": "ssm.conv_kernel",
-            "mamba_d_state": "ssm.state_size",
-            "mamba_n_groups": "ssm.group_count",
-        },
+        _MULTIPLIERS | _MAMBA_SIZES,
         present={"mamba_conv_bias": "ssm_conv1d.bias"},
         pairs=True,
         config=_granitehybrid,
@@ -648,6 +762,107 @@ ARCHITECTURES = {
         by_head=True,
     ),
     "deepseek2": Architecture("deepseek_v3", {**_LATENT, **_SHARED_EXPERTS}, config=_deepseek2),
+    "jais2": Architecture("jais2", {**_NAMES, **_UP_DOWN}, fixed={"hidden_act": "relu2"}, norm="layer_norm_eps"),
+    "apertus": Architecture(
+        "apertus",
+        {
+            **_NAMES,
+            **_HEAD_NORMS,
+            **_UP_DOWN,
+            "attn_norm": "attention_layernorm",
+            "ffn_norm": "feedforward_layernorm",
+        },
+        fixed={"hidden_act": "xielu"},
+        present={"attention_bias": "attn_q.bias"},
+        numbers={"mlp.act_fn.alpha_p": (1,), "mlp.act_fn.alpha_n": (1,), "mlp.act_fn.beta": (), "mlp.act_fn.eps": ()},
+    ),
+    "afmoe": Architecture(
+        "afmoe",
+        {
+            **_SECOND_NORM,
+            **_HEAD_NORMS,
+            **_SHARED_EXPERTS,
+            "attn_gate": "self_attn.gate_proj",
+            "ffn_norm": "pre_mlp_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_gate_inp": "mlp.router.gate",
+            "exp_probs_b": "mlp.expert_bias",
+        },
+        _EXPERTS
+        | {
+            "num_shared_experts": "expert_shared_count",
+            "num_dense_layers": "leading_dense_block_count",
+            "route_scale": "expert_weights_scale",
+        },
+        {"mup_enabled": True},  # llama.cpp always scales embeddings by the square root of their size
+        config=lambda meta, _: _windows(meta),
+    ),
+    "exaone-moe": Architecture(
+        "exaone_moe",
+        {**_NAMES, **_HEAD_NORMS, **_SHARED_EXPERTS},
+        _EXPERTS
+        | {
+            "num_shared_experts": "expert_shared_count",
+            "first_k_dense_replace": "leading_dense_block_count",
+            "routed_scaling_factor": "expert_weights_scale",
+            "norm_topk_prob": "expert_weights_norm",
+        },
+        {"n_group": 1, "topk_group": 1},
+        config=lambda meta, _: _windows(meta),
+    ),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
+    "falcon-h1": Architecture(
+        # llama.cpp's conversion multiplies weights with the model's multipliers, so the config keeps them at 1.
+        "falcon_h1",
+        {
+            **_NAMES,
+            **_MAMBA,
+            "output_norm": "model.final_layernorm",
+            "ffn_norm": "pre_ff_layernorm.weight",
+            **{name: mine.replace("mlp", "feed_forward") for name, mine in _MLP.items()},
+        },
+        _MAMBA_SIZES | {"mamba_d_ssm": "ssm.inner_size", "mamba_n_heads": "ssm.time_step_rank"},
+        {"mamba_norm_before_gate": False},
+        {
+            "attention_bias": "attn_q.bias",
+            "mlp_bias": "ffn_up.bias",
+            "mamba_conv_bias": "ssm_conv1d.bias",
+            "mamba_rms_norm": "ssm_norm.weight",
+        },
+        config=_falcon_h1,
+    ),
+    "kimi-linear": Architecture(
+        "kimi_linear",
+        {
+            **_LATENT,
+            **_SHARED_EXPERTS,
+            "attn_k": "self_attn.k_proj",
+            "attn_v": "self_attn.v_proj",
+            **dict.fromkeys(("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v"), "self_attn.conv1d"),
+            "ssm_f_a": "self_attn.forget_gate.f_a_proj",
+            "ssm_f_b": "self_attn.forget_gate.f_b_proj",
+            "ssm_a": "self_attn.forget_gate.A_log",
+            "ssm_dt": "self_attn.forget_gate.dt_bias",
+            "ssm_beta": "self_attn.b_proj",
+            "ssm_g_a": "self_attn.g_a_proj",
+            "ssm_g_b": "self_attn.g_b_proj",
+            "ssm_norm": "self_attn.o_norm",
+        },
+        {
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "n_shared_experts": "expert_shared_count",
+            "routed_scaling_factor": "expert_weights_scale",
+            "kv_lora_rank": "attention.kv_lora_rank",
+            "v_head_dim": "attention.value_length_mla",
+            "linear_head_dim": "kda.head_dim",
+            "linear_conv_kernel_dim": "ssm.conv_kernel",
+        },
+        {"norm_topk_prob": True, "n_group": 1, "topk_group": 1},
+        config=_kimi_linear,
+    ),
     "command-r": Architecture(
         "cohere",
         {**_without(_LLAMA, "ffn_norm"), **_HEAD_NORMS},
@@ -693,6 +908,33 @@ ARCHITECTURES = {
         shifted=True,
         config=_gemma3,
     ),
+    "gemma3n": Architecture(
+        "gemma3n_text",
+        {
+            **_LLAMA,
+            **_FOUR_NORMS,
+            **_HEAD_NORMS,
+            **_PER_LAYER,
+            "altup_proj": "model.altup_projections",
+            "altup_unembd_proj": "model.altup_unembed_projections",
+            "altup_correct_coef": "altup.correction_coefs",
+            "altup_correct_scale": "altup.correct_output_scale",
+            "altup_predict_coef": "altup.prediction_coefs",
+            "altup_router": "altup.modality_router",
+            "altup_router_norm": "altup.router_norm",
+            "laurel_l": "laurel.linear_left",
+            "laurel_r": "laurel.linear_right",
+            "laurel_post_norm": "laurel.post_laurel_norm",
+        },
+        {
+            "altup_active_idx": "altup.active_idx",
+            "altup_num_inputs": "altup.num_inputs",
+            "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+            "num_kv_shared_layers": "attention.shared_kv_layers",
+        },
+        _TANH,
+        config=_gemma3n,
+    ),
     "gemma4": Architecture(
         "gemma4_text",
         {
@@ -701,12 +943,7 @@ ARCHITECTURES = {
             **_HEAD_NORMS,
             **dict.fromkeys(EXPERTS, "experts"),
             "layer_output_scale": "layer_scalar",
-            "per_layer_token_embd": "model.embed_tokens_per_layer",
-            "per_layer_model_proj": "model.per_layer_model_projection",
-            "per_layer_proj_norm": "model.per_layer_projection_norm",
-            "inp_gate": "per_layer_input_gate",
-            "proj": "per_layer_projection",
-            "post_norm": "post_per_layer_input_norm",
+            **_PER_LAYER,
             "ffn_gate_inp": "router.proj",
             "ffn_gate_inp.scale": "router.scale",
             "ffn_down_exps.scale": "router.per_expert_scale",

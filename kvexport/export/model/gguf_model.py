@@ -30,6 +30,7 @@ from kvexport.export.model.gguf_architectures import (
     MIXTRAL,
     ONE_ROW,
     SQUEEZED,
+    STACKED,
     UP_EXPERTS,
     VALUE_EXPANSION,
     Architecture,
@@ -73,7 +74,7 @@ _NO_MODELS = {
     "imatrix": ("an importance matrix, by which llama.cpp rounds a model", "take the model's own file"),
 }
 MOST_LAYERS = 1024
-GATE_UP, DOWN = "gate_up_proj", "down_proj"
+GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
 TEXTS_VERSION = 3  # version of the cached files that `write_texts` writes
 
 
@@ -83,7 +84,7 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
     computed: dict[str, Source] = {}
     experts: dict[str, dict[tuple[str, str], TensorEntry]] = {}
     expansions: dict[str, dict[str, TensorEntry]] = {}
-    joined: dict[str, list[TensorEntry]] = {}
+    joined: dict[str, dict[str, TensorEntry]] = {}
     linear: dict[str, dict[str, TensorEntry]] = {}
     kind, architecture = _architecture(gguf)
     of_linear = (*TENSORS, *PROJECTIONS.get(architecture.linear, ())) if architecture.linear else ()
@@ -115,8 +116,11 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
         if match[2] in (KEY_EXPANSION, VALUE_EXPANSION):
             expansions.setdefault(f"{name}.{ending}", {})[match[2]] = entry
             continue
-        if own in shared and match[2] != "attn_kv_b" and len(entry.shape) == 2:  # the gate and the ups of an MLP
-            joined.setdefault(f"{name}.{ending}", []).append(entry)
+        if match[2] in STACKED and len(entry.shape) == 3:
+            computed |= {f"{name}.{i}.{ending}": GgufWeight(_expert(entry, i)) for i in range(entry.shape[0])}
+            continue
+        if own in shared and (own in SQUEEZED or (match[2] != "attn_kv_b" and len(entry.shape) == 2)):
+            joined.setdefault(f"{name}.{ending}", {})[match[2]] = entry  # as the gate and the ups of an MLP
             continue
         if own not in BARE:
             name = f"{name}.{ending}"
@@ -124,7 +128,9 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
         if architecture.by_head and match[2] == "attn_qkv" and len(entry.shape) < 3:
             computed[name] = _by_head(name, entry, gguf.metadata.get(f"{kind}.attention.head_count"))
         elif match[2] in ("ssm_a", "ssm_d"):
-            computed[name] = Ordered(name, entry, (math.prod(entry.shape),), logarithm=match[2] == "ssm_a")
+            count = math.prod(entry.shape)
+            whole: tuple[int, ...] = (1, 1, count, 1) if "forget_gate" in own else (count,)  # Kimi Linear's
+            computed[name] = Ordered(name, entry, whole, logarithm=match[2] == "ssm_a")
         elif match[2] == "ssm_norm":
             plain[name] = replace(entry, shape=(math.prod(entry.shape),))
         elif architecture.transposed and match[1] and len(entry.shape) == 2:
@@ -146,7 +152,18 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
     for name, halves in expansions.items():
         computed[name] = _expansion(name, halves)
     for name, parts_of in joined.items():
-        computed[name] = matrix_of(name, sorted(parts_of, key=lambda entry: entry.name))
+        ordered = [parts_of[stored] for stored in architecture.names if stored in parts_of]
+        if name.removesuffix(".weight").endswith(SQUEEZED):
+            squeezed = tuple(replace(x, shape=(math.prod(x.shape[:-1]), 1, x.shape[-1])) for x in ordered)
+            computed[name] = SmallTensor(name, squeezed, axis=0)
+        else:
+            computed[name] = matrix_of(name, ordered)
+    for own, shape in architecture.numbers.items():
+        listed: Any = gguf.metadata.get(own.replace("mlp.act_fn", "xielu"))
+        for i, number in enumerate(listed if isinstance(listed, list) else ()):
+            if type(number) is float:
+                name = f"{architecture.layers}.{i}.{own}"
+                computed[name] = Number(name, number, shape)
     for prefix, entries in linear.items():
         computed |= linear_attention_of(prefix, architecture.linear, _linear_heads(gguf, kind), entries)
     return plain, computed
@@ -190,21 +207,39 @@ def _rows(entry: TensorEntry, start: int, stop: int) -> TensorEntry:
 @dataclass(frozen=True)
 class SmallTensor:
     name: str  # parameter
-    parts: tuple[TensorEntry, ...]  # tensors of the same shape except for the last dimension, which are joined there
+    parts: tuple[TensorEntry, ...]  # tensors of the same shape except for the dimension `axis`, which are joined there
     plus: float = 0.0  # number that is added to every value
+    axis: int = -1
     packing: None = None
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        return (*self.parts[0].shape[:-1], sum(part.shape[-1] for part in self.parts))
+        shape = list(self.parts[0].shape)
+        shape[self.axis] = sum(part.shape[self.axis] for part in self.parts)
+        return tuple(shape)
 
     @property
     def shape(self) -> tuple[int, int]:
         return math.prod(self.full_shape[:-1]), self.full_shape[-1]
 
     def blocks(self) -> Iterator[dict[str, Array]]:
-        whole = np.concatenate([load_tensor(part, "float32") for part in self.parts], axis=-1)
+        whole = np.concatenate([load_tensor(part, "float32") for part in self.parts], self.axis)
         yield {"weight": whole.reshape(self.shape) + np.float32(self.plus)}
+
+
+@dataclass(frozen=True)
+class Number:
+    name: str  # parameter
+    value: float
+    full_shape: tuple[int, ...]
+    packing: None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return 1, 1
+
+    def blocks(self) -> Iterator[dict[str, Array]]:
+        yield {"weight": np.full(self.shape, self.value, np.float32)}
 
 
 @dataclass(frozen=True)
@@ -275,6 +310,12 @@ def experts_of(prefix: str, stored: Mapping[tuple[str, str], TensorEntry]) -> di
         return {
             f"{prefix}.{GATE_UP}": _joined(f"{prefix}.{GATE_UP}", joined.shape, (joined,)),
             f"{prefix}.{DOWN}": _joined(f"{prefix}.{DOWN}", down.shape, (down,)),
+        }
+    if (GATE_EXPERTS, "weight") not in stored and len(stored) == 2:  # without gates and biases (Nemotron-H)
+        up = _required(stored, UP_EXPERTS, prefix)
+        return {
+            f"{prefix}.{name}": _joined(f"{prefix}.{name}", entry.shape, (entry,))
+            for name, entry in ((UP, up), (DOWN, down))
         }
     gate, up = (_required(stored, name, prefix) for name in (GATE_EXPERTS, UP_EXPERTS))
     for entry in (gate, up, down):

@@ -50,7 +50,7 @@ class ModelFacts:
 class Graphs:
     decoder: str
     merge: str | None  # merge, or None if no layer merges
-    top_logits: str | None = None  # graph that finds the largest logits. Older artifacts have none.
+    top_logits: str  # graph that finds the largest logits
     vision: str | None = None  # image encoder, or None if the artifact reads no images
 
     def files(self) -> Iterator[tuple[str, str]]:
@@ -73,7 +73,7 @@ class Manifest:
     model: ModelFacts  # checkpoint's model
     cache: CachePlan
     graphs: Graphs  # files of the ONNX graphs
-    top_logits: Annotated[int, Field(ge=0)] = 0  # number of largest logits that top_logits.onnx finds in a row
+    top_logits: Count  # number of largest logits that top_logits.onnx finds in a row
     limits: Limits  # largest inputs of the graphs
     # Implementation of each operator of the contract, or None if the artifact does not need it
     operators: Mapping[str, str | None]

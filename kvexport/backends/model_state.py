@@ -48,8 +48,7 @@ class LaneState(Protocol):
 class ModelState(LaneState, Protocol):
     """A `LaneState` (the KV caches of a batch) whose tensors the host can read and write, on any device."""
 
-    # How many of the largest logits `step` returns for each row. 0 if the artifact has no ONNX graph that finds them.
-    # None if all logits are in host memory.
+    # How many of the largest logits `step` returns for each row; None if all logits are in host memory.
     top_logits: int | None
     # Whether `begin` and `follow` let the device start a decode call with tokens that it chose itself, before the host
     # has read the logits of the call before.

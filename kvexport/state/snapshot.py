@@ -32,9 +32,7 @@ from kvexport.state.lane import Counters, Saved, joined, pinned
 from kvexport.state.periodic import READ
 
 MAGIC = b"kvexsnap"
-# Version 2 has reference queries, maybe fewer than the rows of their ring; version 3 an adapter, version 4 images,
-# version 5 pinned tokens.
-VERSIONS = (1, 2, 3, 4, 5)
+VERSION = 1
 _FIXED = struct.Struct("<8sII32s")
 MARK = _FIXED.size  # bytes at the beginning, with the header's digest: they differ between any two snapshots
 _HEADER_LIMIT = 64 << 20
@@ -60,8 +58,7 @@ class Origin:
                 "limits": {"max_batch"},
                 "speculate": True,
                 "adapters": True,
-                # The key of an artifact without room for pinned tokens is left out, as it was before there was one.
-                "cache": {"periodic", *([] if manifest.recipe.cache.pinned else ["pinned"])},
+                "cache": {"periodic"},
             },
         )
         weights = {name: entry.sha256 for name, entry in manifest.files.items() if name.endswith(".weights")}
@@ -122,12 +119,12 @@ class Snapshot:
         contiguous = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
         header = {
             **{field.name: getattr(self.origin, field.name) for field in fields(self.origin)},
-            "counters": {name: x for name, x in self.counters._asdict().items() if name != "pins" or x},
+            "counters": self.counters._asdict(),
             "sampler": self.sampler,
             "text": self.text,
             "settings": None if self.settings is None else _settings().dump_python(self.settings, mode="json"),
-            **({} if self.adapter is None else {"adapter": self.adapter}),
-            **({"images": self.images} if self.images else {}),
+            "adapter": self.adapter,
+            "images": self.images,
             "tensors": [
                 {"name": name, "dtype": x.dtype.str, "shape": x.shape, "sha256": _sha256(x)}
                 for name, x in contiguous.items()
@@ -135,10 +132,7 @@ class Snapshot:
         }
         text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
         text += b" " * (-(_FIXED.size + len(text)) % _ALIGNMENT)
-        version = VERSIONS[1 if any(name.rpartition(".")[2] in RING for name in self.state) else 0]
-        version = VERSIONS[3] if self.images else version if self.adapter is None else VERSIONS[2]
-        version = VERSIONS[4] if self.counters.pins else version
-        fixed = _FIXED.pack(MAGIC, version, len(text), hashlib.sha256(text).digest())
+        fixed = _FIXED.pack(MAGIC, VERSION, len(text), hashlib.sha256(text).digest())
         return b"".join([fixed, text, *(_raw(x) for x in contiguous.values())])
 
     @classmethod
@@ -150,16 +144,15 @@ class Snapshot:
             Origin.of(manifest).check(origin)
             arrays = _read_tensors(header["tensors"], rest)
             counts = header["counters"]
-            pins = tuple((_count(first), _count(end)) for first, end in counts.get("pins", ()))
+            pins = tuple((_count(first), _count(end)) for first, end in counts["pins"])
             counters = Counters(
                 tuple(map(_count, counts["held"])), _count(counts["added"]), _count(counts["length"]), pins
             )
             settings = header["settings"]
             generation = None if settings is None else _settings().validate_python(settings)
-            adapter = header.get("adapter")
+            adapter, images = header["adapter"], header["images"]
             if not (adapter is None or isinstance(adapter, str)):
                 raise damaged("its adapter is no text")
-            images = header.get("images", [])
             if not (isinstance(images, list) and all(isinstance(digest, str) for digest in images)):
                 raise damaged("its images are no digests")
             ids, sampler, text = arrays.pop("ids"), header["sampler"], header["text"]
@@ -184,9 +177,8 @@ def _read_header(data: memoryview) -> tuple[dict[str, Any], memoryview]:
     magic, version, size, digest = _FIXED.unpack_from(data)
     if magic != MAGIC:
         raise damaged("it does not begin with the mark of a snapshot")
-    if version not in VERSIONS:
-        known = f"{VERSIONS[0]} to {VERSIONS[-1]}"
-        raise SnapshotError(f"the snapshot has the format {version}, this kvexport reads {known}", _AGAIN)
+    if version != VERSION:
+        raise SnapshotError(f"the snapshot has the format {version}, this kvexport reads {VERSION}", _AGAIN)
     text = data[_FIXED.size : _FIXED.size + size]
     if size > _HEADER_LIMIT or len(text) != size:
         raise damaged(f"its header should have {size} bytes, {len(text)} are there")

@@ -18,7 +18,7 @@ from tests.support.artifacts import rewrite
 
 # The writer adds these fields. A reader uses all others.
 UNREAD = {"format", "manifest_sha256"}
-OPTIONAL = {"engines", "top_logits", "graphs.top_logits", "contract_version", "recipe.name", "cache.0.extra"}
+OPTIONAL = {"engines", "contract_version", "recipe.name", "cache.0.extra"}
 ROTARY = {"rotary", "key_shift"}  # the rotary embedding of a layer, of which every field has a default
 
 

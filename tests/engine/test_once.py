@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvexport.backends.lane_state import with_whole_rings
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.engine.prefixes import Prefixes
@@ -111,14 +110,10 @@ def test_a_snapshot_holds_the_reference_queries_that_a_merge_will_read_and_no_ot
     snapshot = engine.preempt(request.id)
     rings = [x.shape[1] for name, x in snapshot.state.items() if name.endswith((".query", ".query_seen"))]
     assert rings == [rows] * 2 * len(engine.plan.caches)
-    data = snapshot.to_bytes()
-    # The snapshot in its older form: all rows, in the format's first version.
-    old = dataclasses.replace(snapshot, state=with_whole_rings(engine.plan, snapshot.state)).to_bytes()
-    for blob in (data, old[:8] + (1).to_bytes(4, "little") + old[12:]):
-        read_back = Snapshot.from_bytes(blob, engine.manifest)
-        rest, at_last = answered(engine, Request((), start=read_back, keep=True))
-        assert whole == whole[:tokens] + rest
-        assert all((at_last.state[name] == x).all() for name, x in last.state.items()), "to the bit"
+    read_back = Snapshot.from_bytes(snapshot.to_bytes(), engine.manifest)
+    rest, at_last = answered(engine, Request((), start=read_back, keep=True))
+    assert whole == whole[:tokens] + rest
+    assert all((at_last.state[name] == x).all() for name, x in last.state.items()), "to the bit"
 
 
 @pytest.mark.parametrize(("seen", "rows", "shape"), [(0, 5, "[2, 5, 16]"), (7, 7, "[2, 7, 16]"), (2, 0, "[2, 0, 16]")])

@@ -198,9 +198,3 @@ def test_an_engine_whose_logits_stay_on_the_device_gives_the_same_tokens(
         assert prompts < read.count(64) <= prompts + rows
     else:
         assert rows == steps
-
-
-def test_an_older_artifact_without_top_logits_runs_with_a_note(tiny_artifact: Path, tmp_path: Path) -> None:
-    engine = on_device(with_top_logits(tiny_artifact, tmp_path / "old", 0))
-    assert tokens(engine, **GREEDY) == tokens(load(tiny_artifact), **GREEDY)
-    assert engine.timing.whole_rows == 39 * len(PROMPTS)

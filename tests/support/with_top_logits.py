@@ -1,4 +1,4 @@
-"""Copies of artifacts that find fewer top logits of a row, or none."""
+"""Copies of artifacts that find fewer top logits of a row."""
 
 import shutil
 from pathlib import Path
@@ -9,21 +9,12 @@ from kvexport.artifact.reading import load_manifest
 from kvexport.export.graph import graphs
 
 
-def with_top_logits(artifact: Path, out: Path, count: int, *, engines: bool = False) -> Path:
+def with_top_logits(artifact: Path, out: Path, count: int) -> Path:
     """Copy an artifact, and change the number of top logits that it finds."""
     shutil.copytree(artifact, out)
     manifest = load_manifest(out)
-    content = manifest.to_json()
-    if count:
-        with mock.patch.object(graphs, "MOST_LOGITS", count):
-            model = graphs.top_logits_model(manifest.model.vocabulary)
-        (out / "top_logits.onnx").write_bytes(model.SerializeToString())
-        content["top_logits"] = count
-    else:
-        (out / "top_logits.onnx").unlink()
-        del content["top_logits"], content["graphs"]["top_logits"]
-        if engines:
-            (out / "top_logits.plan").unlink()
-            del content["engines"]["tensorrt"]["top_logits"]
-    write_manifest(out, content)
+    with mock.patch.object(graphs, "MOST_LOGITS", count):
+        model = graphs.top_logits_model(manifest.model.vocabulary)
+    (out / "top_logits.onnx").write_bytes(model.SerializeToString())
+    write_manifest(out, {**manifest.to_json(), "top_logits": count})
     return out

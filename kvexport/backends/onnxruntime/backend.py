@@ -102,7 +102,7 @@ class OnnxRuntime(Backend):
             threads=threads,
             vocabulary=manifest.model.vocabulary,
             all_logits=manifest.recipe.all_logits,
-            top_logits=(path / graphs.top_logits, manifest.top_logits) if graphs.top_logits else None,
+            top_logits=(path / graphs.top_logits, manifest.top_logits),
             operators={op: library if how.native else None for op, how in runs.items()},
             device=device,
             float_input=options.float_input,

@@ -77,7 +77,7 @@ class OnnxRuntimeState(ModelState):
         self._calls: dict[str, dict[Hashable, _BoundCall]] = defaultdict(dict)
         self._other: Hashable = None
         self.top_logits = None if model.zeros is np.zeros else model.top_count
-        self.runs_ahead = bool(self.top_logits) and model.finds_tokens
+        self.runs_ahead = self.top_logits is not None
         # Buffers that all decoder calls of one token share. There are two of each, used by turns: a call that begins
         # before the host has read the logits of the call before must not overwrite them.
         self._step_logits: list[Any] = [None, None]  # [lanes, 1, vocabulary]
@@ -373,8 +373,7 @@ class OnnxRuntimeState(ModelState):
         binding = session.io_binding()
         bind(binding, "logits", None, logits)
         outputs.bind(binding, output=True)
-        if self.runs_ahead:
-            binding.bind_output("token", *self._inputs(lanes, 1, 1 - turn).place("input_ids"))
+        binding.bind_output("token", *self._inputs(lanes, 1, 1 - turn).place("input_ids"))
         return _BoundCall(session, binding, self._model.new_graph(TOP_LOGITS, True), outputs=outputs)
 
     def _logits(self, count: int, tokens: int, turn: int) -> Array:

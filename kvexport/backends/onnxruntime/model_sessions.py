@@ -52,7 +52,7 @@ class Sessions:
         vocabulary: int,
         all_logits: bool,
         operators: Mapping[str, Path | None],
-        top_logits: tuple[Path, int] | None = None,
+        top_logits: tuple[Path, int],
         device: str = "cpu",
         graphs: bool = False,
         float_input: bool = False,
@@ -80,10 +80,8 @@ class Sessions:
         if merge:
             # MergeCache's ONNX function is one long chain of small nodes, which runs fastest on one thread.
             self._open[MERGE] = partial(opened, merge, threads=threads if merging else 1, operators=merging)
-        self.top_count = 0
-        if top_logits is not None:
-            path, self.top_count = top_logits
-            self._open[TOP_LOGITS] = partial(opened, path, threads=1, operators=None)
+        path, self.top_count = top_logits
+        self._open[TOP_LOGITS] = partial(opened, path, threads=1, operators=None)
         self.images, self._opening = images, threading.Lock()
         self.graphs, self.graph_problem = set(self._open) if graphs else set[str](), ""
         if self.graphs and (why := devices.graph_problem()):
@@ -132,11 +130,6 @@ class Sessions:
     @property
     def finder(self) -> Any:
         return self.session(TOP_LOGITS)
-
-    @property
-    def finds_tokens(self) -> bool:
-        """Whether top_logits.onnx, which finds each row's largest logits, also returns the most likely token."""
-        return TOP_LOGITS in self._open and any(node.name == "token" for node in self.finder.get_outputs())
 
     def run(self, name: str, binding: Any, graph: int | None, *, wait: bool = True) -> None:
         session = self.session(name)

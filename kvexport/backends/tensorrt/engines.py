@@ -116,7 +116,7 @@ class EngineBuilder:
         record = EngineRecord(
             decoder=PLANS["decoder"],
             merge=files["merge"],
-            top_logits=files["top_logits"],
+            top_logits=PLANS["top_logits"],
             tensorrt=self.trt.__version__,
             gpu=self.gpu,
             plugin_version=PLUGIN_VERSION if "plugin" in operators.values() else None,

@@ -51,7 +51,7 @@ class TensorRTState(ModelState):
         self.state = Arena(self.cuda, tensors)
         self.past_length: NDArray[np.int64] = np.zeros((lanes, 1), dtype=np.int64)
         self.top_logits: int | None = engines.top_count
-        self.runs_ahead = engines.top_logits is not None and "token" in names(engines.top_logits)
+        self.runs_ahead = True
         self._tensors = tensors
         self._phases: dict[tuple[bool, int], Phase] = {}  # by whether a call has one token, and by turn
         self._latest = (0, np.zeros((lanes, 1), np.int64), 0)  # of the latest decode call: first lane, lengths, turn
@@ -236,7 +236,7 @@ class Phase:
         self.outputs = Arena(self.cuda, {"logits": ((lanes, rows, engines.vocabulary), np.float32)}, pinned=True)
         self.length = Arena(self.cuda, {"present_length": per_lane})  # not read: the host counts lengths itself
         self.largest: Arena | None = None
-        if tokens == 1 and engines.top_logits is not None:
+        if tokens == 1:
             shape = (lanes, 1, engines.top_count)
             tensors = {
                 "values": (shape, np.float32),
@@ -244,8 +244,7 @@ class Phase:
                 "mass": ((lanes, 1, 1), np.float32),
                 "token": ((lanes, 1), np.int64),
             }
-            found = names(engines.top_logits)  # plans of older artifacts do not return a token
-            self.largest = Arena(self.cuda, {name: tensors[name] for name in tensors if name in found}, pinned=True)
+            self.largest = Arena(self.cuda, tensors, pinned=True)
         self._calls: dict[tuple[int, int] | None, Call] = {}
         self._event = self.cuda.event()
         weakref.finalize(self, self.cuda.api.cudaEventDestroy, self._event).atexit = False

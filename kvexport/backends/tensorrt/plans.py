@@ -57,8 +57,8 @@ class Plans:
         self._runtime.engine_host_code_allowed = options.version_compatible
         self.decoder = self._open(path, manifest, engines.decoder)
         self.merge = self._open(path, manifest, engines.merge) if engines.merge else None
-        self.top_logits = self._open(path, manifest, engines.top_logits) if engines.top_logits else None
-        self.top_count = manifest.top_logits if self.top_logits is not None else 0
+        self.top_logits = self._open(path, manifest, engines.top_logits)
+        self.top_count = manifest.top_logits
         self.single = single_profile(manifest.limits, self.decoder.num_optimization_profiles)
         self.vocabulary = manifest.model.vocabulary
         self.all_logits = manifest.recipe.all_logits

@@ -19,7 +19,7 @@ NAME = "tensorrt"
 class EngineRecord:
     decoder: str  # file of the decoder's plan
     merge: str | None  # file of the merge's plan, or None
-    top_logits: str | None = None  # file of the plan that finds the largest logits, or None
+    top_logits: str  # file of the plan that finds the largest logits
     tensorrt: str  # version of TensorRT that built the plans
     gpu: Gpu  # GPU that the plans were built for
     plugin_version: str | None  # version of the plugins in the plans, or None without plugins

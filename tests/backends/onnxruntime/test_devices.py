@@ -251,7 +251,7 @@ def test_cuda_libraries_are_loaded_before_adapters_take_memory(monkeypatch: pyte
     with pytest.raises(InterruptedError):
         model_sessions.Sessions(
             Path("decoder.onnx"), None, threads=1, vocabulary=2, all_logits=False, operators={}, device="cuda",
-            adapters=adapters,
+            top_logits=(Path("top_logits.onnx"), 2), adapters=adapters,
         )  # fmt: skip
     assert calls == ["libraries", "memory"]
 
@@ -310,10 +310,12 @@ def test_merges_are_graphs_where_kernels_run_them(cuda_artifact: Path, gpu: Call
             vocabulary=64,
             all_logits=False,
             operators={"VoteAttention": kernels, "MergeCache": merging},
+            top_logits=(cuda_artifact / "top_logits.onnx", 64),
             device="cuda",
             graphs=True,
         )
         captures = {name: providers[0][1]["enable_cuda_graph"] for name, providers in requested}
+        assert captures.pop("top_logits.onnx") == "1"
         assert captures == {"decoder.onnx": "1", "merge.onnx": "0" if merging is None else "1"}
         assert (MERGE in model.graphs) == (merging is not None)
 

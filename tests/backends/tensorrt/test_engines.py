@@ -206,20 +206,6 @@ def test_one_row_leaves_the_gpu_if_the_largest_logits_do_not_determine_the_token
     assert sum(entry[0] == "cudaMemcpyAsync" and entry[3] == 64 * 4 for entry in gpu.log) == rows + alone
 
 
-def test_an_artifact_from_before_there_were_top_logits_gets_engines(
-    tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any
-) -> None:
-    artifact = engines(with_top_logits(tiny_artifact, tmp_path / "old", 0), tmp_path / "a")
-    assert load_manifest(artifact).engines["tensorrt"]["top_logits"] is None
-    assert generated(artifact) == generated(tiny_artifact)
-    # The same holds for engines that were built before there were top logits.
-    both = with_top_logits(engines(tiny_artifact, tmp_path / "b"), tmp_path / "c", 0, engines=True)
-    assert "top_logits" not in load_manifest(both).engines["tensorrt"]
-    assert generated(both) == generated(tiny_artifact)
-    ran = CliRunner().invoke(app, ["generate", str(both), "abc", "--max-new-tokens", "5", "--greedy", "--stats"])
-    assert "whole rows of logits: 4\n" in ran.stderr
-
-
 def test_decode_continues_without_a_graph_that_cannot_be_captured(
     tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any
 ) -> None:

@@ -33,7 +33,6 @@ from tests.support.fake_tensorrt_builder import (  # noqa: F401
     IOptimizationProfile,
     IProgressMonitor,
     ITensor,
-    ITimingCache,
     OnnxParser,
     ParserError,
     ProfilingVerbosity,
@@ -184,7 +183,7 @@ def _read(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
 NAMES = (
     "ILogger", "IProgressMonitor", "BuilderFlag", "HardwareCompatibilityLevel", "ProfilingVerbosity",
     "PluginFieldType", "TensorRTPhase", "ExecutionContextAllocationStrategy", "ITensor",
-    "INetworkDefinition", "ParserError", "OnnxParser", "IOptimizationProfile", "ITimingCache", "IBuilderConfig",
+    "INetworkDefinition", "ParserError", "OnnxParser", "IOptimizationProfile", "IBuilderConfig",
     "Builder", "Runtime", "ICudaEngine", "IExecutionContext", "PluginField", "PluginFieldCollection",
     "IPluginCreatorV3One", "IPluginRegistry", "get_plugin_registry",
 )  # fmt: skip

@@ -112,19 +112,9 @@ class IOptimizationProfile:
         assert all(a <= b <= c for a, b, c in zip(*self._shapes[input], strict=True)), input
 
 
-class ITimingCache:
-    __slots__ = ("_data",)
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def serialize(self) -> bytes:
-        return self._data + b"timed "
-
-
 class IBuilderConfig:
     __slots__ = (
-        "_cache", "_flags", "_profiles", "builder_optimization_level", "hardware_compatibility_level",
+        "_flags", "_profiles", "builder_optimization_level", "hardware_compatibility_level",
         "profiling_verbosity", "progress_monitor",
     )  # fmt: skip
     seen: list[IBuilderConfig] = []  # noqa: RUF012
@@ -140,16 +130,6 @@ class IBuilderConfig:
     def add_optimization_profile(self, profile: IOptimizationProfile) -> int:
         self._profiles.append(profile)
         return len(self._profiles) - 1
-
-    def create_timing_cache(self, serialized_timing_cache: bytes) -> ITimingCache | None:
-        return None if serialized_timing_cache.startswith(b"damaged") else ITimingCache(serialized_timing_cache)
-
-    def set_timing_cache(self, cache: ITimingCache, ignore_mismatch: bool) -> bool:
-        self._cache = cache
-        return True
-
-    def get_timing_cache(self) -> ITimingCache:
-        return self._cache
 
 
 class Builder:

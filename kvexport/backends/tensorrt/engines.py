@@ -1,18 +1,15 @@
 """The build of an artifact's TensorRT engines (decoder.plan, merge.plan, top_logits.plan) from its ONNX graphs.
 
 By default a plan runs only with the TensorRT version and the kind of GPU that built it, so it is built on the machine
-that will run it. Kernel timings are stored under ``$XDG_CACHE_HOME/kvexport`` for later builds. TensorRT's log becomes
-the artifact's file tensorrt.log.
+that will run it. TensorRT's log becomes the artifact's file tensorrt.log.
 """
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +25,6 @@ from kvexport.backends.tensorrt.record import NAME, EngineRecord
 from kvexport.backends.tensorrt.section import TensorRTSection
 from kvexport.backends.tensorrt.weights import require_taken
 from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
-from kvexport.files import write_file
 from kvexport.plan.cache import CachePlan
 from kvexport.terminal import Progress
 
@@ -179,7 +175,7 @@ class EngineBuilder:
                     f"TensorRT refused the optimization profile {profile_sizes} of {path.name}: {self._errors()}"
                 )
         monitor = config.progress_monitor = make_monitor(trt, task)
-        with _timing_cache(config, f"{trt.__version__}-{self.gpu.name}"), _interrupting(monitor):
+        with _interrupting(monitor):
             plan = builder.build_serialized_network(network, config)
         if monitor.interrupted:
             raise KeyboardInterrupt
@@ -224,30 +220,6 @@ def input_shape(state: CachePlan, name: str, batch: int, tokens: int) -> tuple[i
     if place.isdigit():
         return state.caches[int(place)].shapes(batch)[kind]
     return next(layer for layer in state.states if layer.place == place).shapes(batch)[kind]
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvexport" / "tensorrt"
-
-
-@contextmanager
-def _timing_cache(config: Any, owner: str) -> Iterator[None]:
-    """Let a build of engines use kernel timings of earlier builds for the same GPU and TensorRT, and store new ones.
-
-    A build also succeeds without stored timings.
-    """
-    path = cache_folder() / f"{re.sub(r'[^A-Za-z0-9.]+', '-', owner)}.timing"
-    known = b""
-    with suppress(OSError):
-        known = path.read_bytes()
-    cache = config.create_timing_cache(known)
-    if cache is None or not config.set_timing_cache(cache, False):  # the cache of another TensorRT, or a damaged one
-        cache = config.create_timing_cache(b"")
-        config.set_timing_cache(cache, False)
-    yield
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, bytes(config.get_timing_cache().serialize()))
 
 
 @contextmanager

@@ -163,18 +163,6 @@ def test_a_call_that_cannot_be_meant_is_refused(
     assert message in ran.stderr
 
 
-def test_timings_are_kept_and_a_damaged_timing_cache_is_ignored(tiny_artifact: Path, tmp_path: Path, gpu: Any) -> None:
-    engines(tiny_artifact, tmp_path / "a")
-    (cache,) = (tmp_path / "cache" / "kvexport" / "tensorrt").iterdir()
-    assert cache.name == f"{fake_tensorrt.VERSION}-Fake-GPU.timing"
-    assert cache.read_bytes() == b"timed " * 3  # the decoder's, the merge's and the top logits'
-    engines(tiny_artifact, tmp_path / "a")
-    assert cache.read_bytes() == b"timed " * 6
-    cache.write_bytes(b"damaged")
-    engines(tiny_artifact, tmp_path / "a")
-    assert cache.read_bytes() == b"timed " * 3
-
-
 def test_a_graph_that_tensorrt_refuses_is_named(
     tiny_artifact: Path, tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 CPU_PROVIDER = devices.PROVIDERS["cpu"]
-LARGEST_GROUP = 256  # inputs; a larger group of a packed weight is a whole row (kvexport.ops.packed.GROUPS)
 LEAST_BLOCK = 16  # the smallest number of inputs that share a scale in ONNX Runtime's operator MatMulNBits
 DECODER_INPUTS = ("input_ids", "query_length", "past_length")  # the decoder's inputs besides the state tensors
 
@@ -38,7 +36,6 @@ class Native:
     problem: str = ""  # why the library cannot be used
     fix: str = ""  # what the user can do about `problem`
     small_pages: str = ""  # why weights stay in small memory pages; "" if they are copied into huge pages
-    packed: str = ""  # layout in which the library reads packed weights with groups of 32 inputs
 
 
 class OnnxRuntime(Backend):
@@ -143,7 +140,6 @@ class OnnxRuntime(Backend):
                 **({"ONNX Runtime packages": f"{clash[0]}. To mend it: {clash[1]}"} if clash else {}),
                 "native operators": _row(cpu),
                 "weights in huge pages": _pages_row(cpu),
-                "packed weights": _packed_row(cpu),
                 "threads of a model": str(suitable_threads()),
                 "native operators for CUDA": _row(cuda),
             },
@@ -170,7 +166,7 @@ class OnnxRuntime(Backend):
         lacks = "; ".join(problem for problem, _ in self.problems(manifest.recipe)) if device != "cpu" else ""
         where = f"{device}, where nothing runs here: {lacks}" if lacks else device
         return Description(
-            sections=(KeyValues("Operators on this machine", {"device": where, **runs, **_layouts(manifest, device)}),),
+            sections=(KeyValues("Operators on this machine", {"device": where, **runs}),),
             data={"runs_here": {op: asdict(how) if how else None for op, how in here.items()}},
         )
 
@@ -237,37 +233,13 @@ def _native(device: str) -> Native:
             return Native("", *native.why_no_library(device))
         native.require_runnable(path, device)
         pages = native.why_small_pages(path) if device == "cpu" else ""
-        packed = native.packed_layout(path, 32, 64) if device == "cpu" else ""
-        return Native(native.instruction_set(path), small_pages=pages, packed=packed)
+        return Native(native.instruction_set(path), small_pages=pages)
     except EnvironmentProblem as error:
         return Native("", error.problem, error.fix)
 
 
 def _row(library: Native) -> str:
     return library.instruction_set or f"none: {library.problem}. To mend it: {library.fix}"
-
-
-def _packed_row(library: Native) -> str:
-    if not library.instruction_set:
-        return "dequantized by ONNX Runtime: this needs the native operators"
-    return f"{library.packed}, laid out when a model is loaded"
-
-
-def _layouts(manifest: Manifest, device: str) -> dict[str, str]:
-    """Return how this machine's kernels arrange packed (quantized) weights in memory, by weight format.
-
-    A scale shared by more than `LARGEST_GROUP` inputs belongs to a whole row of the weight.
-    """
-    path = native.library("cpu")
-    if device != "cpu" or path is None:
-        return {}
-    groups = {
-        label: int(match[1]) for label in manifest.model.packed if (match := re.search(r"groups of (\d+)", label))
-    }
-    return {
-        f"{label} weights": native.packed_layout(path, group, group if group > LARGEST_GROUP else 0)
-        for label, group in groups.items()
-    }
 
 
 def _pages_row(library: Native) -> str:

@@ -76,16 +76,6 @@ def why_small_pages(path: Path) -> str:
     return _ask(path, "kvexport_huge_pages")
 
 
-def packed_layout(path: Path, group: int, inputs: int) -> str:
-    """Return the memory layout in which the native operator `Linear` reads a packed (quantized) weight."""
-    function = getattr(loaded(path), "kvexport_why_no_panels", None)
-    if function is None:
-        raise EnvironmentProblem(f"{path} was built before there were panels", how_to_build("cpu"))
-    function.restype, function.argtypes = ctypes.c_char_p, (ctypes.c_int64, ctypes.c_int64)
-    why: bytes = function(group, inputs)
-    return f"at rest, dequantized at every step: {why.decode()}" if why else "panels of 16 columns"
-
-
 def require_runnable(path: Path, device: str) -> None:
     """Check that the kernels of a native operator library can run on this machine's processor or GPU."""
     problem = _ask(path, "kvexport_device_problem") if _has(path, "kvexport_device_problem") else ""

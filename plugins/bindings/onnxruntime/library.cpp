@@ -149,19 +149,13 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
 }
 
 // The functions that kvexport/backends/onnxruntime/operators.py calls. They return the version of the operators, the
-// instruction set that runs, why none runs on this machine ("": one does), why a packed weight with these groups and
-// rows is not read in panels ("": it is), and why weights are not in huge pages ("": they are).
+// instruction set that runs, why none runs on this machine ("": one does), and why weights are not in huge pages ("":
+// they are).
 extern "C" __attribute__((visibility("default"))) const char* kvexport_schema() { return kv::kSchema; }
 extern "C" __attribute__((visibility("default"))) const char* kvexport_isa() { return kv_cpu_isa(); }
 extern "C" __attribute__((visibility("default"))) const char* kvexport_device_problem() {
   const char* const problem = kv_cpu_problem();
   return problem ? problem : "";
-}
-extern "C" __attribute__((visibility("default"))) const char* kvexport_why_no_panels(int64_t group, int64_t inputs) {
-  KvWeight weight{};
-  weight.bits = 8, weight.group = group;
-  const char* const why = kv_cpu_why_no_panels(&weight, inputs);
-  return why ? why : "";
 }
 extern "C" __attribute__((visibility("default"))) const char* kvexport_huge_pages() {
   const char* const why = kv::why_no_huge_pages();

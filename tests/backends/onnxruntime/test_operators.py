@@ -22,8 +22,7 @@ from types import ModuleType
 
 import pytest
 
-from kvexport.backends.onnxruntime.backend import BACKEND
-from kvexport.backends.onnxruntime.operators import library, packed_layout
+from kvexport.backends.onnxruntime.operators import library
 from plugins.building import make
 from tests.support.paths import ROOT
 
@@ -233,24 +232,7 @@ def test_the_library_links_no_onnxruntime_and_exports_only_its_functions() -> No
         "kvexport_device_problem",
         "kvexport_schema",
         "kvexport_huge_pages",
-        "kvexport_why_no_panels",
     }
-
-
-@needs_library
-@pytest.mark.parametrize(
-    ("group", "inputs", "layout"),
-    [
-        (32, 64, "panels of 16 columns"),
-        (24, 96, "panels of 16 columns"),
-        (98, 98, "panels of 16 columns"),
-        (20, 80, "at rest, dequantized at every step: its group is neither a multiple of 8 inputs nor a whole row"),
-    ],
-)
-def test_the_layout_of_packed_weights_is_named(group: int, inputs: int, layout: str) -> None:
-    path = library()
-    assert path and packed_layout(path, group, inputs) == layout
-    assert BACKEND.diagnose().rows["packed weights"] == "panels of 16 columns, laid out when a model is loaded"
 
 
 # Building.

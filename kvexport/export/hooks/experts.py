@@ -24,6 +24,7 @@ from kvexport.schema.operators import EXPERTS_ACTIVATIONS as ACTIVATIONS
 IMPLEMENTATION = "kvexport"
 TOLERANCE = 1e-10  # in float64, relative to the largest value on the grid
 FIRST = {True: "gate_up_proj", False: "up_proj"}  # the experts' first weight, with and without a gate
+UNDECLARED: dict[str, dict[str, bool]] = {}  # by class, attributes of experts that do not declare their layout
 _forms: WeakKeyDictionary[Any, ExpertsForm] = WeakKeyDictionary()
 _chosen: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # experts that the module's router picks for a token
 ATTRIBUTES = {"activation": "str", "gate": "int", "slope": "float", "limit": "float", "up_offset": "float",
@@ -66,9 +67,8 @@ class Layout:
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
-        if type(module).__name__ == "Llama4TextExperts":  # it does not declare what it is
-            module.is_concatenated = module.is_transposed = module.has_gate = True
-            module.has_bias = False
+        for attribute, value in UNDECLARED.get(type(module).__name__, {}).items():
+            setattr(module, attribute, value)
         if hasattr(module, "is_concatenated") and hasattr(module, "has_gate"):
             yield name, module
 

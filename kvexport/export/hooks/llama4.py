@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvexport.export.hooks.experts import call_experts
+from kvexport.export.hooks.experts import UNDECLARED, call_experts
+
+UNDECLARED["Llama4TextExperts"] = {"is_concatenated": True, "is_transposed": True, "has_gate": True, "has_bias": False}
 
 
 def route_to_experts(model: nn.Module) -> None:

@@ -29,7 +29,7 @@ from kvexport.serve.service import IGNORED, Service
 from kvexport.serve.session_routes import delete_session, get_session, put_session
 from kvexport.serve.sessions import ENDS, RESTARTED
 from kvexport.serve.settings import ServeSettings
-from kvexport.serve.stats import measure, slots, stats
+from kvexport.serve.stats import measure, stats
 from kvexport.serve.streams import ClientGone
 from kvexport.serve.tokens import detokenize, tokenize
 from kvexport.version import __version__
@@ -182,7 +182,6 @@ def _model(service: Service, name: str) -> dict[str, object]:
 ROUTES: list[tuple[str, str, Handler]] = [
     ("GET", "/", page),
     ("GET", "/stats", stats),
-    ("GET", "/stats/slots", slots),
     ("GET", "/health", health),
     ("GET", "/ready", ready),
     ("GET", "/metrics", metrics),

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
-from kvexport.plan.cache import CachePlan, LayerCache, slots_of
+from kvexport.plan.cache import CachePlan
 from kvexport.plan.planner import state_bytes
-from kvexport.schema.state import STATE
-from kvexport.serve.errors import ApiError
 from kvexport.serve.service import Service
 
 
@@ -30,7 +26,6 @@ async def stats(service: Service, _: Request) -> Response:
             "images": service.engine.manifest.images is not None,
             "time": time.time(),
             "max_length": service.engine.max_length,
-            "layers": [{"heads": layer.kv_heads, "budget": list(layer.budget)} for layer in plan.caches],
             "generated_tokens": worker.generated,
             "sessions": service.sessions.known,
             "merges": service.lanes.merges,
@@ -98,34 +93,3 @@ def tokens_per_slot(engine: Engine, lanes: Lanes) -> float:
 
 def full_bytes_per_token(plan: CachePlan) -> int:
     return sum(layer.slot_bytes() for layer in plan.caches)
-
-
-async def slots(service: Service, request: Request) -> Response:
-    """Answer /stats/slots: the KV-cache entries of one KV head of one lane (row of the batch), by position.
-
-    An entry has the position of its latest token, and votes, the number of tokens that the entry stands for.
-    """
-    layers = service.engine.plan.caches
-    lane = _number(request, "lane", service.lanes.count)
-    layer = _number(request, "layer", len(layers))
-    head = _number(request, "head", layers[layer].kv_heads)
-    votes, positions = await service.worker.call(lambda: entries(service.lanes, layers[layer], lane, layer, head))
-    return JSONResponse({"lane": lane, "layer": layer, "head": head, "position": positions, "votes": votes})
-
-
-def entries(lanes: Lanes, cache: LayerCache, lane: int, layer: int, head: int) -> tuple[Sequence[float], Sequence[int]]:
-    """Return the votes and positions of the occupied KV-cache slots of a head, oldest position first."""
-    names = [tensor.past(layer) for tensor in STATE if tensor.name in ("votes", "position")]
-    state = lanes.read(lane, names)
-    slots = slots_of(cache.first_slots(cache.most_of(len(state[names[0]]))))[head]
-    votes, position = (state[name][slots] for name in names)
-    taken = np.flatnonzero((votes > 0) & np.isfinite(votes))
-    taken = taken[np.argsort(position[taken], kind="stable")]
-    return np.round(votes[taken].astype(float), 3).tolist(), position[taken].tolist()
-
-
-def _number(request: Request, name: str, end: int) -> int:
-    text = request.query_params.get(name, "0")
-    if not (text.isascii() and text.isdigit() and len(text) < 9 and int(text) < end):
-        raise ApiError(400, f"{name}: expected a number from 0 to {end - 1}", param=name)
-    return int(text)

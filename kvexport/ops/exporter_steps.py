@@ -15,8 +15,6 @@ from typing import Any
 import onnxscript
 import torch
 
-from kvexport.ops.pointwise import with_fast_path
-
 
 @contextlib.contextmanager
 def steps_skipped() -> Iterator[None]:
@@ -31,7 +29,6 @@ def steps_skipped() -> Iterator[None]:
         _signatures_kept(),
         _code_unwritten(),
         _replaced("torch.fx.experimental.proxy_tensor", "_extract_tensor_metadata", lambda _: lambda *_, **__: None),
-        _replaced("torch._subclasses.fake_tensor:FakeTensorMode", "_dispatch_impl", with_fast_path),
     ):
         yield
 

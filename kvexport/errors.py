@@ -93,3 +93,13 @@ def lacks_memory(error: BaseException) -> bool:
     """Return whether an exception was raised for lack of memory."""
     text = str(error).casefold()
     return isinstance(error, MemoryError) or any(words in text for words in _NO_MEMORY)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message; the name of the exception's class if the message is empty."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def summary(error: BaseException) -> str:
+    """Return the name of an exception's class, and the first line of its message."""
+    return f"{type(error).__name__}: {first_line(error)}" if str(error).strip() else type(error).__name__

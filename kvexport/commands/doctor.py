@@ -20,6 +20,7 @@ import typer
 from kvexport.backends import all_backends, packages
 from kvexport.commands.options import JsonOption
 from kvexport.commands.output import print_result
+from kvexport.errors import first_line
 from kvexport.machine import machine_memory, read_system_file
 from kvexport.packages import VERBS, PackageState, needs, package_state
 from kvexport.units import format_bytes
@@ -162,7 +163,7 @@ def _import_problem(module: str) -> str:
     try:
         importlib.import_module(module)
     except Exception as error:
-        return f"cannot be imported: {(str(error) or type(error).__name__).splitlines()[0]}"
+        return f"cannot be imported: {first_line(error)}"
     return ""
 
 

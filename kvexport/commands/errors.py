@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvexport.commands.process import Terminated
-from kvexport.errors import EnvironmentProblem, KvexportError, UsageError, lacks_files, lacks_memory
+from kvexport.errors import EnvironmentProblem, KvexportError, UsageError, lacks_files, lacks_memory, summary
 
 INTERRUPTED = 128 + 2  # a shell's exit code for a process that SIGINT ended; below that for SIGPIPE
 PIPE_CLOSED = 128 + 13
@@ -62,7 +62,7 @@ def report(error: BaseException, *, debug: bool = False) -> int:
     if known is not None:
         _say(f"error: {known.problem}" + (f"\n  fix: {known.fix}" if known.fix else ""))
         return known.exit_code
-    _say(f"error: {_summary(error)}")
+    _say(f"error: {summary(error)}")
     if not debug:
         _say(f"  this is a defect of kvexport; {_write_log(error)}")
     return KvexportError.exit_code
@@ -75,7 +75,7 @@ def _too_many_files(error: BaseException) -> KvexportError | None:
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    problem = f"this process may open {limit} files at once, and needs more: {_summary(error)}"
+    problem = f"this process may open {limit} files at once, and needs more: {summary(error)}"
     return EnvironmentProblem(problem, f"ulimit -n {max(1024, 2 * limit)}")
 
 
@@ -84,7 +84,7 @@ def _known_problem(error: BaseException) -> KvexportError | None:
     if lacks_memory(error):
         fix = "a larger limit of memory (ulimit -v, the container's), or smaller limits.max_batch, limits.max_length "
         fix += "or cache.budget; kvexport plan MODEL says what a model takes"
-        return EnvironmentProblem(f"not enough memory: {_summary(error)}", fix)
+        return EnvironmentProblem(f"not enough memory: {summary(error)}", fix)
     if isinstance(error, ImportError):
         from kvexport.backends import packages
         from kvexport.packages import missing_package
@@ -108,11 +108,6 @@ def _known_problem(error: BaseException) -> KvexportError | None:
             f"disk full while writing {written}: {error.strerror}", f"free space where {written} is"
         )
     return None
-
-
-def _summary(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
 def _write_log(error: BaseException) -> str:

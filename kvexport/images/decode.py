@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.errors import EnvironmentProblem, UsageError, first_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -96,7 +96,7 @@ def _on_white(image: Any) -> Image:
 def _unreadable(name: str, error: Exception, formats: tuple[str, ...]) -> UsageError:
     from PIL import UnidentifiedImageError
 
-    reason = (str(error) or type(error).__name__).splitlines()[0]
+    reason = first_line(error)
     if isinstance(error, UnidentifiedImageError):
         reason = f"it is no image in one of the formats {', '.join(formats)}"
     return UsageError(f"{name} cannot be decoded: {reason[:200]}", f"a whole file in {', '.join(formats)}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvexport.backends.base import Backend, Description, Diagnosis, LoadOptions, NodeOpener, Runners
 from kvexport.backends.onnxruntime import devices
 from kvexport.backends.onnxruntime import operators as native
-from kvexport.errors import EnvironmentProblem, UsageError
+from kvexport.errors import EnvironmentProblem, UsageError, first_line
 from kvexport.machine import suitable_threads
 from kvexport.packages import Package
 
@@ -217,7 +217,7 @@ def _providers() -> tuple[list[str], str]:
     try:
         module = importlib.import_module("onnxruntime")
     except Exception as error:
-        return [], f"cannot be imported: {(str(error) or type(error).__name__).splitlines()[0]}"
+        return [], f"cannot be imported: {first_line(error)}"
     try:
         return list(module.get_available_providers()), ""
     except Exception as error:

@@ -13,7 +13,7 @@ import sys
 from functools import cache
 from typing import Any
 
-from kvexport.errors import EnvironmentProblem, lacks_memory
+from kvexport.errors import EnvironmentProblem, first_line, lacks_memory
 from kvexport.packages import installed_version
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -51,8 +51,7 @@ def problems(device: str) -> list[tuple[str, str]]:
     except Exception as error:  # compiled modules may raise any exception
         if lacks_memory(error):
             raise
-        line = (str(error) or type(error).__name__).splitlines()[0]
-        problem, fix = f"onnxruntime cannot be imported: {line}", "pip install onnxruntime"
+        problem, fix = f"onnxruntime cannot be imported: {first_line(error)}", "pip install onnxruntime"
         if both := both_packages():
             return [(f"{problem}; {both}, and one has overwritten files of the other", reinstall(device))]
         return [(problem, install_gpu() if device == "cuda" else fix)]

@@ -21,8 +21,8 @@ from kvexport.backends.model_state import ModelState, Pending
 from kvexport.backends.onnxruntime.bindings import DeviceRows, SmallTensors, bind, in_one_piece
 from kvexport.backends.onnxruntime.device_array import Array, DeviceArray, copy, lanes_of, read, write
 from kvexport.backends.onnxruntime.model_sessions import DECODER, MERGE, NO_GRAPH, TOP_LOGITS, Sessions
-from kvexport.backends.onnxruntime.session import first_line
 from kvexport.backends.rows import Rows
+from kvexport.errors import first_line
 from kvexport.images.rows import CallImages
 from kvexport.plan.cache import CachePlan
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvexport.artifact.digests import built_again
 from kvexport.backends.onnxruntime.devices import INSTALL_CUDA, PROVIDERS, load_cuda_libraries
-from kvexport.errors import ArtifactError, EnvironmentProblem, lacks_memory
+from kvexport.errors import ArtifactError, EnvironmentProblem, first_line, lacks_memory
 
 if TYPE_CHECKING:
     from kvexport.plan.cache import CachePlan
@@ -131,8 +131,3 @@ def _unusable(path: Path, problem: str) -> ArtifactError:
         f"{path} cannot be run: {problem}",
         built_again(path.parent),
     )
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an exception's message; the name of the exception's class if the message is empty."""
-    return (str(error) or type(error).__name__).splitlines()[0]

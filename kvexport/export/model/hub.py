@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from kvexport.errors import EnvironmentProblem, KvexportError, UsageError
+from kvexport.errors import EnvironmentProblem, KvexportError, UsageError, summary
 
 _TEXTS = ["*.json", "*.jinja"]
 _DOWNLOADED = [*_TEXTS, "*.safetensors"]
@@ -68,13 +68,9 @@ def _hub_problem(hub_id: str, revision: str | None, error: Exception) -> Kvexpor
         if constants.HF_HUB_OFFLINE:
             reason, command = "the hub is switched off (HF_HUB_OFFLINE)", f"HF_HUB_OFFLINE=0 {command}"
         else:
-            reason = f"the hub cannot be reached ({_first_line(error.__cause__ or error)})"
+            reason = f"the hub cannot be reached ({summary(error.__cause__ or error)})"
         return EnvironmentProblem(
             f"{local}{reason} while its cache under {constants.HF_HUB_CACHE} does not hold the whole model",
             f"with a network, beforehand: {command}",
         )
-    return EnvironmentProblem(f"downloading {hub_id!r} failed: {_first_line(error)}", f"{command}, then build again")
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    return EnvironmentProblem(f"downloading {hub_id!r} failed: {summary(error)}", f"{command}, then build again")

@@ -14,7 +14,6 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from threading import Event
 from typing import Any, TypeVar
@@ -52,6 +51,7 @@ from kvexport.export.weights.write import (
     write_weights,
 )
 from kvexport.ops.onnx_function import keep_merge_functions
+from kvexport.packages import installed_version
 from kvexport.plan.cache import CachePlan
 from kvexport.plan.planner import cache_notes, plain_attention, selected_plan
 from kvexport.recipe.fields import Recipe
@@ -216,8 +216,8 @@ def describe(
         versions={
             "kvexport": __version__,
             "python": platform.python_version(),
-            **{package: _version(package) for package in own},
-            **{package: version for package in of_backends if (version := _version(package))},
+            **{package: installed_version(package) for package in own},
+            **{package: version for package in of_backends if (version := installed_version(package))},
         },
     )
 
@@ -260,10 +260,3 @@ def _parse_merge(model: bytes, method: Any) -> onnx.ModelProto | None:
     parsed: onnx.ModelProto = onnx.ModelProto.FromString(model)
     keep_merge_functions(method, parsed.functions)
     return parsed
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

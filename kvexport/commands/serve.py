@@ -18,6 +18,7 @@ from kvexport.commands.options import (
     DeviceOption,
     MaxLengthOption,
     SetOption,
+    SourceArgument,
     backend_option,
     in_panel,
 )
@@ -41,14 +42,7 @@ server_option, request_option, session_option = (
 
 
 def serve(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="The folder of an artifact; or a hub id, a checkpoint's folder or a GGUF file, which is built the "
-            "first time.",
-        ),
-    ],
+    source: SourceArgument,
     budget: BudgetOption = None,
     max_length: MaxLengthOption = None,
     calibrate: CalibrateOption = None,

@@ -9,8 +9,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from kvexport.commands.options import (
     BackendOption,
     BudgetOption,

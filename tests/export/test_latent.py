@@ -54,10 +54,7 @@ def test_logits_are_transformers_and_the_cache_is_one_head_of_latents(name: str,
     engine = load(build(recipe_of(checkpoint, 1.0, "full"), tmp_path / "artifact"))
     assert {(x.kv_heads, x.key_size, x.value_size) for x in engine.plan.caches} == {(1, RANK + ROTATED, RANK)}
     assert {x.slot_bytes() for x in engine.plan.caches} == {4 * (RANK + ROTATED)}, "a value is stored beside its key"
-    ids = models.random_ids(0, 90, 60)
-    right = models.hugging_face_logits(checkpoint, ids)
-    for actual, logits in zip(models.given_tokens_logits(engine, ids, (50, 20)), right, strict=True):
-        assert np.abs(actual - logits).max() <= 1e-5 * np.abs(logits).max()
+    models.assert_logits_of_transformers(engine, checkpoint)
 
 
 def test_a_merged_lane_is_saved_and_restored_and_runs_from_functions(

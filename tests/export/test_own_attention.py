@@ -75,10 +75,7 @@ def test_logits_are_transformers_in_ragged_batches(name: str, tmp_path: Path) ->
     assert [x.sliding_window for x in engine.plan.caches] == ([0, WINDOW] if name == "gpt_neo" else [0, 0])
     more = POSITION_SIZE if name in ("bloom", "mpt", "falcon with ALiBi") else 0
     assert {x.key_size - x.value_size for x in engine.plan.caches} == {more}
-    ids = models.random_ids(0, 90, 60)
-    right = models.hugging_face_logits(tmp_path / "checkpoint", ids)
-    for actual, logits in zip(models.given_tokens_logits(engine, ids, (50, 20)), right, strict=True):
-        assert np.abs(actual - logits).max() <= 1e-5 * np.abs(logits).max()
+    models.assert_logits_of_transformers(engine, tmp_path / "checkpoint")
 
 
 @pytest.mark.parametrize(

@@ -55,10 +55,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Path]:
 def test_logits_are_transformers_in_ragged_batches(name: str, tmp_path: Path) -> None:
     checkpoint = models.save_checkpoint(tmp_path / "checkpoint", CONFIGS[name]())
     engine = load(build(recipe_of(checkpoint), tmp_path / "artifact"))
-    ids = models.random_ids(0, 90, 60)
-    right = models.hugging_face_logits(checkpoint, ids)
-    for actual, logits in zip(models.given_tokens_logits(engine, ids, (50, 20)), right, strict=True):
-        assert np.abs(actual - logits).max() <= 1e-4 * np.abs(logits).max()
+    models.assert_logits_of_transformers(engine, checkpoint, 1e-4)
 
 
 def test_a_lane_that_is_saved_and_restored_in_the_middle_goes_on(hybrid: tuple[Engine, Path]) -> None:
@@ -172,14 +169,7 @@ def test_decoders_without_attention_are_transformers_and_have_no_cache(name: str
     artifact = build(recipe_of(checkpoint), tmp_path / "artifact")
     engine = load(artifact)
     assert not engine.plan.caches and len(engine.plan.states) == 2
-    ids = models.random_ids(0, 90, 60)
-    right = models.hugging_face_logits(checkpoint, ids)
-    # transformers halves RWKV's hidden states, so the epsilon of a norm behind counts more than in an artifact.
-    bound = 1e-4 if name == "rwkv" else 1e-5
-    for actual, logits in zip(models.given_tokens_logits(engine, ids, (50, 20)), right, strict=True):
-        assert np.abs(actual - logits).max() <= bound * np.abs(logits).max()
-    result = validate_artifact(artifact, length=48, batch=2)
-    assert result.passed, result.problems
+    models.assert_logits_of_transformers(engine, checkpoint)
     with pytest.raises(UsageError, match="is ballot, but no layer of the model attends"):
         read_model(recipe_of(checkpoint, 32, "ballot"))
 

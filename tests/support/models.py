@@ -115,3 +115,14 @@ def given_tokens_logits(
     for step in range(max(map(len, answers))):
         append([a[step : step + 1] for a in answers], False)
     return [np.concatenate(r) for r in rows]
+
+
+def assert_logits_of_transformers(engine: Engine, checkpoint: Path, share: float = 1e-5) -> None:
+    """Compare the logits of two sequences, read in chunks and then token by token, with those of transformers.
+
+    They may differ by this share of a sequence's largest logit.
+    """
+    ids = random_ids(0, 90, 60)
+    actual, right = given_tokens_logits(engine, ids, (50, 20)), hugging_face_logits(checkpoint, ids)
+    for mine, theirs in zip(actual, right, strict=True):
+        assert np.abs(mine - theirs).max() <= share * np.abs(theirs).max()

@@ -26,6 +26,7 @@ from kvexport.language.chat import ChatTemplate
 from kvexport.recipe.fields import Recipe
 from kvexport.state.snapshot import Snapshot
 from tests.support.adapters import CONFIG, MODULES, adapter, with_adapter
+from tests.support.answers import answers as run
 from tests.support.command_line import failure, ok
 from tests.support.http_server import TEMPLATE
 from tests.support.tiny_model import PROMPTS, RECIPE
@@ -57,14 +58,6 @@ def answers(engine: Engine, **options: Any) -> tuple[list[list[int]], NDArray[np
 
     answered = engine.generate(PROMPTS, max_new_tokens=COUNT, logits_processor=keep, **options)
     return [completion.token_ids for completion in answered], np.array(rows)
-
-
-def run(engine: Engine, *requests: Request) -> list[list[int]]:
-    for request in requests:
-        engine.add(request)
-    while engine.busy:
-        engine.step()
-    return [[token.id for token in request.tokens] for request in requests]
 
 
 def request(engine: Engine, prompt: list[int], name: str | None, **more: Any) -> Request:

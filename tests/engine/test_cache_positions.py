@@ -17,6 +17,7 @@ from kvexport.export.build import build
 from kvexport.recipe.fields import MOST, Recipe
 from kvexport.state.snapshot import Snapshot
 from kvexport.validate.runner import validate_artifact
+from tests.support.answers import answers
 from tests.support.http_server import running
 from tests.support.models import make_recipe, random_ids
 from tests.support.schedules import Alone, Schedule
@@ -171,16 +172,13 @@ def test_a_conversation_moves_between_processes_beyond_the_trained_length(mergin
     turns = [ids.tolist() for ids in random_ids(6, *[70] * 8, vocabulary=64)]
     starts: list[Snapshot | None] = [None, None]
     for i, ids in enumerate(turns):
-        answers = []
+        told: list[list[int]] = []
         for side, engine in enumerate((engines[0], engines[i % 2])):  # one session stays on its engine, the other moves
             request = Request(ids, engine.settings(max_new_tokens=30), start=starts[side], keep=True)
-            engine.add(request)
-            while engine.busy:
-                engine.step()
-            answers.append([token.id for token in request.tokens])
+            told += answers(engine, request)
             data = request.snapshot.to_bytes()
             starts[side] = request.snapshot if side == 0 else Snapshot.from_bytes(data, engines[1 - i % 2].manifest)
-        assert answers[0] == answers[1]
+        assert told[0] == told[1]
     assert starts[1] is not None and starts[1].length > 1.5 * TRAINED
 
 

@@ -21,6 +21,7 @@ from kvexport.export.rebuild import rebuild
 from kvexport.images.rows import RowCache
 from tests.export.test_vision import logits_with_images
 from tests.support import models, vision
+from tests.support.answers import answers
 from tests.support.command_line import run
 from tests.support.vision import picture, png
 
@@ -98,9 +99,7 @@ def test_forks_and_snapshots_of_prompts_with_images(engine: Engine) -> None:
         engine.step()
     snapshot = engine.preempt(request.id)
     resumed = Request((), start=snapshot)
-    engine.add(resumed)
-    while engine.busy:
-        engine.step()
+    answers(engine, resumed)
     assert [token.id for token in (*request.tokens, *resumed.tokens)] == right
     assert [token.id for token in fork.tokens] == right
     engine.add(unread := Request(ids, settings, images=images, keep=True))

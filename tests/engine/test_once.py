@@ -22,6 +22,7 @@ from kvexport.validate.reference import TorchReference
 from kvexport.validate.runner import validate_artifact
 from kvexport.validate.tokens import continued_prompts, schedule
 from tests.support import models
+from tests.support.answers import answers
 from tests.support.counted import counted_logits
 
 BUDGET, CHUNK, EVERY, LENGTH = 16, 8, 12, 128
@@ -66,30 +67,23 @@ def test_nothing_merges_before_the_end_of_a_prompt(engine: Engine) -> None:
     assert used(engine, lanes.read(0)) == [[BUDGET] * 2] * len(engine.plan.caches) and lanes.merges == 1
 
 
-def finish(engine: Engine, *requests: Request) -> None:
-    for request in requests:
-        engine.add(request)
-    while engine.busy:
-        engine.step()
-
-
 def test_questions_follow_a_context_that_was_compressed_once(engine: Engine) -> None:
     context, question, other = (ids.tolist() for ids in models.random_ids(4, PROMPT, 5, 3))
     settings = engine.settings(max_new_tokens=4, do_sample=False, ignore_eos=True)
     first = Request(context, settings, keep=True)
-    finish(engine, first, Request(models.random_ids(5, 20)[0].tolist(), settings))
+    answers(engine, first, Request(models.random_ids(5, 20)[0].tolist(), settings))
     at = BUDGET + first.snapshot.length - PROMPT
     assert used(engine, first.snapshot.state) == [[at] * 2] * len(engine.plan.caches), "no answer's token merged yet"
     requests = [Request(ids, settings, start=first.snapshot, keep=True) for ids in (question, other)]
-    finish(engine, *requests)
+    answers(engine, *requests)
     alone = Request(question, settings, start=first.snapshot, keep=True)
-    finish(engine, alone)
+    answers(engine, alone)
     assert [t.id for t in alone.tokens] == [t.id for t in requests[0].tokens]
     assert first.snapshot.length == PROMPT + 3
 
 
 def answered(engine: Engine, request: Request) -> tuple[list[int], Snapshot]:
-    finish(engine, request)
+    answers(engine, request)
     assert request.snapshot is not None
     return [t.id for t in request.tokens], request.snapshot
 
@@ -137,12 +131,12 @@ def test_cached_prefixes_are_uncompressed_and_change_no_answer(engine: Engine) -
     context, one, other = (ids.tolist() for ids in models.random_ids(6, 5 * CHUNK, 9, 7))
     settings = engine.settings(max_new_tokens=6, do_sample=False, ignore_eos=True)
     cold = [Request(context + ids, settings) for ids in (one, other)]
-    finish(engine, *cold)
+    answers(engine, *cold)
     engine.prefixes = Prefixes(CHUNK, 1 << 24)
     try:
         warm = [Request(context + ids, settings) for ids in (one, other)]
         for request in warm:
-            finish(engine, request)
+            answers(engine, request)
     finally:
         engine.prefixes = None
     assert warm[1].cached_tokens == 5 * CHUNK

@@ -19,6 +19,7 @@ from kvexport.language.chat import ChatTemplate
 from kvexport.recipe.fields import Recipe
 from kvexport.state.sessions import pins_after
 from kvexport.state.snapshot import Snapshot
+from tests.support.answers import answers
 from tests.support.models import make_recipe, random_ids
 from tests.support.on_device import onto_device
 from tests.support.tensorrt_artifacts import engines as tensorrt_engines
@@ -118,15 +119,6 @@ def test_pins_at_the_front_equal_sinks_and_free_room_equals_budget(
             assert all((a[name] == b[name]).all() for name in b), (sinks, lane)
 
 
-def answers(engine: Engine, requests: list[Request]) -> list[list[int]]:
-    for request in requests:
-        engine.add(request)
-    while engine.busy:
-        engine.step()
-    assert all(request.error is None for request in requests)
-    return [[token.id for token in request.tokens] for request in requests]
-
-
 def drawn(engine: Engine, count: int) -> list[Request]:
     """Return requests whose prompts have the same beginning and pins in different places."""
     rng, shared = np.random.default_rng(4), ids_of(3, 120)[0].tolist()
@@ -141,11 +133,11 @@ def drawn(engine: Engine, count: int) -> list[Request]:
 
 def test_prefixes_forks_preemption_and_snapshots_keep_pins(artifact: Path, engine: Engine) -> None:
     requests = drawn(engine, 16)
-    alone = [answers(load(artifact), [request])[0] for request in drawn(engine, 16)]
-    assert alone != [answers(load(artifact), [Request(r.prompt, r.settings)])[0] for r in requests]
+    alone = [answers(load(artifact), request)[0] for request in drawn(engine, 16)]
+    assert alone != [answers(load(artifact), Request(r.prompt, r.settings))[0] for r in requests]
 
     engine.prefixes = Prefixes(CHUNK, 1 << 30)
-    assert answers(engine, requests) == alone
+    assert answers(engine, *requests) == alone
     assert engine.prefixes.hits > 0
     assert [request.timing.pinned_tokens for request in requests[:4]] == [
         ROOM,
@@ -153,7 +145,7 @@ def test_prefixes_forks_preemption_and_snapshots_keep_pins(artifact: Path, engin
     ]
 
     forked = drawn(engine, 16)[:4]
-    assert answers(engine, [x for request in forked for x in (request, request.fork())]) == [
+    assert answers(engine, *[x for request in forked for x in (request, request.fork())]) == [
         x for one in alone[:4] for x in (one, one)
     ]
 
@@ -167,28 +159,28 @@ def test_prefixes_forks_preemption_and_snapshots_keep_pins(artifact: Path, engin
         copy = Snapshot.from_bytes(snapshot.to_bytes(), engine.manifest)
         assert copy.counters == snapshot.counters and copy.counters.pins == request.pins
         rest = Request((), start=copy)
-        answers(load(artifact), [rest])
+        answers(load(artifact), rest)
         assert [token.id for token in (*request.tokens, *rest.tokens)] == tokens
 
 
 def test_the_answers_on_a_device_and_on_engines_of_tensorrt_are_the_same(
     artifact: Path, engine: Engine, tmp_path: Path, plugins: Path
 ) -> None:
-    expected = answers(engine, drawn(engine, 8))
+    expected = answers(engine, *drawn(engine, 8))
     device = load(artifact)
     onto_device(device, graphs=True, late=True)
-    assert answers(device, drawn(device, 8)) == expected
+    assert answers(device, *drawn(device, 8)) == expected
     engines = load(tensorrt_engines(artifact, tmp_path / "engines"))
-    assert answers(engines, drawn(engines, 8)) == expected
+    assert answers(engines, *drawn(engines, 8)) == expected
 
 
 def test_a_next_turn_keeps_the_pins_of_earlier_ones_and_adds_its_own(engine: Engine) -> None:
     ids = ids_of(5, 60)[0].tolist()
     first = Request(ids, engine.settings(max_new_tokens=5), keep=True, pin=[(20, 24)])
-    answers(engine, [first])
+    answers(engine, first)
     assert first.snapshot is not None and first.snapshot.counters.pins == ((20, 24),)
     second = Request([1, 2, 3, 4], engine.settings(max_new_tokens=5), start=first.snapshot, keep=True, pin=[(1, 3)])
-    answers(engine, [second])
+    answers(engine, second)
     seen = len(first.snapshot.ids)
     assert second.snapshot is not None and second.snapshot.counters.pins == ((20, 24), (seen + 1, seen + 3))
     with pytest.raises(UsageError, match="pins 9 tokens, and the artifact has room for 8") as refused:
@@ -198,7 +190,7 @@ def test_a_next_turn_keeps_the_pins_of_earlier_ones_and_adds_its_own(engine: Eng
 
 def test_pins_of_a_conversation_that_continues_a_snapshot(engine: Engine) -> None:
     request = Request(list(range(30)), engine.settings(max_new_tokens=3), keep=True, pin=[(4, 8)])
-    answers(engine, [request])
+    answers(engine, request)
     known, new = request.snapshot, np.arange(40, 50)
     assert known is not None
     same = np.concatenate([known.ids, new])
@@ -214,7 +206,7 @@ def test_pins_of_a_conversation_that_continues_a_snapshot(engine: Engine) -> Non
 
 def test_a_snapshot_with_wrong_pins_is_refused(engine: Engine) -> None:
     request = Request(list(range(30)), engine.settings(max_new_tokens=3), keep=True, pin=[(4, 8)])
-    answers(engine, [request])
+    answers(engine, request)
     snapshot = request.snapshot
     assert snapshot is not None
     for pins in (((4, 90),), ((8, 4),), ((0, 9),), ((6, 8), (4, 5))):

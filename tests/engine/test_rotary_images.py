@@ -16,6 +16,7 @@ from kvexport.export.build import build
 from kvexport.images.rows import call_images, places_of
 from kvexport.state.snapshot import Snapshot
 from tests.support import models, vision
+from tests.support.answers import answers
 from tests.support.vision import picture
 
 BUDGET, SINKS, CHUNK, EVERY = 24, 4, 16, 4
@@ -99,16 +100,12 @@ def test_forks_and_snapshots_go_on_after_an_image(engine: Engine) -> None:
         engine.step()
     snapshot = Snapshot.from_bytes(engine.preempt(request.id).to_bytes(), engine.manifest)
     resumed = Request((), start=snapshot, keep=True)
-    engine.add(resumed)
-    while engine.busy:
-        engine.step()
+    answers(engine, resumed)
     assert [token.id for token in (*request.tokens, *resumed.tokens)] == right
     assert [token.id for token in fork.tokens] == right
     assert resumed.snapshot is not None
     later, image = engine.encode_with_images(more, [WIDE])
-    engine.add(next_turn := Request(later, settings, start=resumed.snapshot, images=image))
-    while engine.busy:
-        engine.step()
+    answers(engine, next_turn := Request(later, settings, start=resumed.snapshot, images=image))
     whole, both = engine.encode_with_images([*ids, *right, *later], [WIDE, TALL, WIDE])
     lanes, places = engine.lanes(1), places_of(whole, both, engine.manifest.images)
     last, begin = None, 0

@@ -34,7 +34,8 @@ from kvexport.recipe.fields import Recipe
 from kvexport.state.snapshot import Snapshot
 from kvexport.validate.runner import validate_artifact
 from tests.support import models
-from tests.support.hybrids import CONFIGS
+from tests.support.answers import answers
+from tests.support.hybrids import CONFIGS, SIZES
 
 
 def recipe_of(checkpoint: Path, budget: float | int = 1.0, method: str = "full", **sections: Any) -> Recipe:
@@ -88,14 +89,6 @@ def test_drafts_are_refused_by_name(hybrid: tuple[Engine, Path]) -> None:
         read_model(recipe_of(hybrid[1], speculate={"draft": "ngram"}))
 
 
-def _answer(engine: Engine, *requests: Request) -> list[list[int]]:
-    for request in requests:
-        engine.add(request)
-    while engine.busy:
-        engine.step()
-    return [[token.id for token in request.tokens] for request in requests]
-
-
 def test_sessions_forks_and_prefixes_keep_the_states(hybrid: tuple[Engine, Path]) -> None:
     """Noise on the logits keeps answers out of loops."""
     plain, settings = hybrid[0], GenerationSettings(do_sample=False, max_new_tokens=24)
@@ -103,18 +96,18 @@ def test_sessions_forks_and_prefixes_keep_the_states(hybrid: tuple[Engine, Path]
     processors = [[lambda ids, logits, rows=rows: logits + rows[len(ids)]] for rows in noise]
     (prompt,) = models.random_ids(5, 70)
     request, other = (Request(prompt, settings, processors=p) for p in processors)
-    right, another = _answer(plain, request)[0], _answer(plain, other)[0]
+    right, another = answers(plain, request)[0], answers(plain, other)[0]
     assert right != another
 
     first = Request(prompt, settings, processors=processors[0])
     fork = first.fork()
     fork.processors = processors[1]
-    assert _answer(plain.with_options(EngineOptions(lanes=1)), first, fork) == [right, another]
+    assert answers(plain.with_options(EngineOptions(lanes=1)), first, fork) == [right, another]
 
     cached = plain.with_options(EngineOptions(prefix_memory=1 << 24))
-    _answer(cached, Request(np.append(prompt[:50], 1), settings))
+    answers(cached, Request(np.append(prompt[:50], 1), settings))
     later = Request(prompt, settings, processors=processors[0])
-    assert _answer(cached, later) == [right]
+    assert answers(cached, later) == [right]
     assert later.cached_tokens == 32
 
     half = Request(prompt, settings, processors=processors[0])
@@ -123,7 +116,7 @@ def test_sessions_forks_and_prefixes_keep_the_states(hybrid: tuple[Engine, Path]
         plain.step()
     snapshot = Snapshot.from_bytes(plain.preempt(number).to_bytes(), plain.manifest)
     fresh = plain.with_options(EngineOptions())
-    rest = _answer(fresh, Request((), start=snapshot, processors=processors[0]))[0]
+    rest = answers(fresh, Request((), start=snapshot, processors=processors[0]))[0]
     assert [token.id for token in half.tokens] + rest == right
 
 

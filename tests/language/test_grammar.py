@@ -20,6 +20,7 @@ from kvexport.language.sampling import Sampler
 from kvexport.language.settings import GenerationSettings
 from kvexport.language.tokenizer import Tokenizer
 from tests.language.test_top_logits import top_of
+from tests.support.answers import answers
 from tests.support.tokenizers import FAMILIES, tokenizer_of
 
 EOS = (2,)
@@ -276,10 +277,7 @@ def test_an_engine_keeps_each_answer_to_its_own_form(tiny_artifact: Path) -> Non
         Request("abc", engine.settings(grammar=Grammar("regex", "(ab|ba){5}"))),
         Request("abc", engine.settings(grammar=Grammar("regex", "x+"), max_new_tokens=7)),
     ]
-    for request in requests:
-        engine.add(request)
-    while engine.busy:
-        engine.step()
+    answers(engine, *requests)
     texts = ["".join(token.text for token in request.tokens) for request in requests]
     assert [token.id for token in requests[0].tokens] == plain
     assert re.fullmatch("(ab|ba){5}", texts[1])

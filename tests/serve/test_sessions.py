@@ -19,7 +19,7 @@ from kvexport.errors import EnvironmentProblem
 from kvexport.serve.sessions import Sessions
 from kvexport.serve.settings import ServeSettings
 from kvexport.state.sessions import SessionStore
-from tests.support.artifacts import PYTHON_PATH
+from tests.support.answers import answers
 from tests.support.http_server import Running, prompt, running, wait_until
 from tests.support.streams import RawClient
 
@@ -52,13 +52,9 @@ def test_a_turn_reads_only_the_new_tokens(engine: Engine, server: Running) -> No
     def alone() -> str:
         generation = engine.settings(max_new_tokens=24, top_k=0)
         first = kvexport.Request(prompt(ASKED), generation, keep=True)
-        engine.add(first)
-        while engine.busy:
-            engine.step()
+        answers(engine, first)
         second = kvexport.Request(". user who. say ", generation, start=first.snapshot)
-        engine.add(second)
-        while engine.busy:
-            engine.step()
+        answers(engine, second)
         return "".join(token.text for token in second.tokens)
 
     assert text == server.on_engine(alone)

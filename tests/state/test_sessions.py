@@ -24,7 +24,7 @@ from kvexport.errors import EnvironmentProblem, SnapshotError, UsageError
 from kvexport.language.chat import ChatTemplate
 from kvexport.state.sessions import SUFFIX, SessionConflict, SessionLost, SessionStore, _locked, next_turn
 from kvexport.state.snapshot import Snapshot
-from tests.support.artifacts import PYTHON_PATH
+from tests.support.answers import answers
 from tests.support.tokenizers import FAMILIES, tokenizer_of
 
 INSTRUCT = (
@@ -67,9 +67,7 @@ def store(engine: Engine) -> Iterator[Stores]:
 
 def turn(engine: Engine, ids: list[int], start: Snapshot | None) -> Snapshot:
     request = Request(ids, engine.settings(max_new_tokens=20), start=start, keep=True)
-    engine.add(request)
-    while engine.busy:
-        engine.step()
+    answers(engine, request)
     assert request.snapshot is not None
     return request.snapshot
 

@@ -1,0 +1,14 @@
+"""The answers of an engine to requests that run together to their ends."""
+
+from kvexport.engine.engine import Engine
+from kvexport.engine.request import Request
+
+
+def answers(engine: Engine, *requests: Request) -> list[list[int]]:
+    """Return the token ids of each request's answer."""
+    for request in requests:
+        engine.add(request)
+    while engine.busy:
+        engine.step()
+    assert all(request.error is None for request in requests)
+    return [[token.id for token in request.tokens] for request in requests]

@@ -18,8 +18,10 @@ from kvexport.export.graph.tracer import layer_attributes
 from kvexport.methods.base import Method
 from kvexport.ops.layer_state import layer_merge_cache, layer_vote_attention
 from kvexport.ops.merge_cache import MergeCacheAttributes
+from kvexport.ops.onnx_function import merge_cache_node_attributes, vote_attention_node_attributes
 from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.plan.cache import LayerCache, LayerGeometry
+from kvexport.schema.operators import MERGE_CACHE, VOTE_ATTENTION
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +53,7 @@ def compressed_attention(
         position = torch.arange(first, first + tokens, device=device)[None]
         arguments: Any = (*new, position, torch.tensor([[tokens]], device=device), *state)
         if opener is not None:
-            output, *state = _run(_attention_session(attend, opener), arguments)
+            output, *state = _run(_session(attend, opener), arguments)
         else:
             arguments = (*arguments[:10], sink_logits, *arguments[10:])
             output, *state = layer_vote_attention(*arguments, attributes=attend)
@@ -60,7 +62,7 @@ def compressed_attention(
             if opener is None:
                 state = layer_merge_cache(*state, attributes=merge)
             else:
-                state = _run(_merge_session(merge, opener), state)
+                state = _run(_session(merge, opener), state)
     return torch.cat(parts, 2)
 
 
@@ -84,31 +86,19 @@ def _run(session: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 @lru_cache(maxsize=64)
-def _attention_session(attributes: VoteAttentionAttributes, opener: NodeOpener) -> Any:
-    from kvexport.ops.onnx_function import vote_attention_node_attributes
-    from kvexport.schema.operators import VOTE_ATTENTION
-
-    names = VOTE_ATTENTION.input_names[:10], VOTE_ATTENTION.output_names[:6]
-    return _session(opener, "VoteAttention", vote_attention_node_attributes(attributes), *names)
-
-
-@lru_cache(maxsize=64)
-def _merge_session(attributes: tuple[MergeCacheAttributes, ...], opener: NodeOpener) -> Any:
-    from kvexport.ops.onnx_function import merge_cache_node_attributes
-    from kvexport.schema.operators import MERGE_CACHE
-
-    names = MERGE_CACHE.input_names[:5], MERGE_CACHE.output_names[:5]
-    return _session(opener, "MergeCache", merge_cache_node_attributes(attributes), *names)
-
-
-def _session(
-    opener: NodeOpener, op: str, attributes: dict[str, Any], inputs: Sequence[str], outputs: Sequence[str]
-) -> Any:
+def _session(attributes: VoteAttentionAttributes | tuple[MergeCacheAttributes, ...], opener: NodeOpener) -> Any:
+    """Return a session of one node: a VoteAttention, or a MergeCache if `attributes` has an entry for each KV head."""
     import torch
     from onnx import TensorProto, helper
 
-    new = {"query": 4, "key": 4, "value": 4, "position": 2, "query_length": 2, "output": 4}
-    new = new if op == "VoteAttention" else {}
+    new: dict[str, int] = {}
+    if isinstance(attributes, VoteAttentionAttributes):
+        op, named = VOTE_ATTENTION, vote_attention_node_attributes(attributes)
+        inputs, outputs = op.input_names[:10], op.output_names[:6]
+        new = {"query": 4, "key": 4, "value": 4, "position": 2, "query_length": 2, "output": 4}
+    else:
+        op, named = MERGE_CACHE, merge_cache_node_attributes(attributes)
+        inputs, outputs = op.input_names[:5], op.output_names[:5]
 
     def info(name: str) -> Any:
         plain = name.removeprefix("past_").removeprefix("present_")
@@ -117,8 +107,8 @@ def _session(
         rank = new.get(name, 3 if plain in ("key", "value", "score") else 2)
         return helper.make_tensor_value_info(name, kind, [f"{name}_{i}" for i in range(rank)])
 
-    node = helper.make_node(op, inputs, outputs, domain="kvexport", **attributes)
-    graph = helper.make_graph([node], op, [info(name) for name in inputs], [info(name) for name in outputs])
+    node = helper.make_node(op.name, inputs, outputs, domain="kvexport", **named)
+    graph = helper.make_graph([node], op.name, [info(name) for name in inputs], [info(name) for name in outputs])
     opsets = [helper.make_opsetid(domain, version) for domain, version in OPSETS]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString()
     return opener(model, torch.get_num_threads())

@@ -35,7 +35,7 @@ from kvexport.state.snapshot import Snapshot
 from kvexport.validate.runner import validate_artifact
 from tests.support import models
 from tests.support.answers import answers
-from tests.support.hybrids import CONFIGS, SIZES
+from tests.support.hybrids import CONFIGS
 
 
 def recipe_of(checkpoint: Path, budget: float | int = 1.0, method: str = "full", **sections: Any) -> Recipe:
@@ -162,7 +162,10 @@ def test_decoders_without_attention_are_transformers_and_have_no_cache(name: str
     artifact = build(recipe_of(checkpoint), tmp_path / "artifact")
     engine = load(artifact)
     assert not engine.plan.caches and len(engine.plan.states) == 2
-    models.assert_logits_of_transformers(engine, checkpoint)
+    # transformers halves RWKV's hidden states, so the epsilon of a norm behind counts more than in an artifact.
+    models.assert_logits_of_transformers(engine, checkpoint, 1e-4 if name == "rwkv" else 1e-5)
+    result = validate_artifact(artifact, length=48, batch=2)
+    assert result.passed, result.problems
     with pytest.raises(UsageError, match="is ballot, but no layer of the model attends"):
         read_model(recipe_of(checkpoint, 32, "ballot"))
 

@@ -20,6 +20,7 @@ from kvexport.serve.sessions import Sessions
 from kvexport.serve.settings import ServeSettings
 from kvexport.state.sessions import SessionStore
 from tests.support.answers import answers
+from tests.support.artifacts import PYTHON_PATH
 from tests.support.http_server import Running, prompt, running, wait_until
 from tests.support.streams import RawClient
 

@@ -25,6 +25,7 @@ from kvexport.language.chat import ChatTemplate
 from kvexport.state.sessions import SUFFIX, SessionConflict, SessionLost, SessionStore, _locked, next_turn
 from kvexport.state.snapshot import Snapshot
 from tests.support.answers import answers
+from tests.support.artifacts import PYTHON_PATH
 from tests.support.tokenizers import FAMILIES, tokenizer_of
 
 INSTRUCT = (

@@ -1,6 +1,6 @@
 """Encoded images on their way into the decoder: vectors that replace the embeddings of placeholder tokens.
 
-The image encoder gives each tile of an image several rows, vectors of the decoder's hidden size. The prompt has one
+The image encoder gives each tile of an image several vectors of the decoder's hidden size. The prompt has one
 placeholder token for each of these vectors.
 """
 
@@ -200,7 +200,7 @@ def chunk_borders(places: NDArray[np.int64], images: PromptImages | None, start:
 def call_images(chunks: Sequence[tuple[NDArray[np.int64], PromptImages | None]]) -> CallImages | None:
     """Return the image vectors of a decoder call that reads a chunk of each prompt; None if no token is of an image.
 
-    A chunk is given as the numbers of the image vectors of its tokens (`places_of`) and the prompt's encoded images.
+    A chunk is given as the indices of the image vectors of its tokens (`places_of`) and the prompt's encoded images.
     """
     if not any(images is not None and places.any() for places, images in chunks):
         return None

@@ -112,7 +112,7 @@ def merge_cache(
     Args:
         key: [B, H, C, D] in the cache's type.
         value: [B, H, C, Dv] in the cache's type; [B, H, C, 0] with `value_prefix`.
-        votes: [B, H, C] float32; 0 for an empty slot.
+        votes: [B, H, C] float32, the tokens that a slot stands for; 0 for an empty slot.
         score: [B, H, K, C] float32, the K statistics of each slot.
         position: [B, H, C] int32.
         extra: For a quantized cache the scales of keys and values, [B, H, C] float32 each; then the tensors of
@@ -223,9 +223,9 @@ def _merge_small(
 
 
 def _without_holes(is_kept: Tensor) -> Tensor:
-    """Return, for each of W cache rows, the row whose slot moves into it, so that evictions leave no gaps; [B, H, W].
+    """Return, for each of W places of slots, the place whose slot moves there, so that no gaps are left; [B, H, W].
 
-    The n kept slots (`is_kept`) end in the first n rows. A later row keeps its slot.
+    The n kept slots (`is_kept`) end in the first n places. A later place keeps its slot.
     """
     row = torch.arange(is_kept.shape[-1], device=is_kept.device).expand_as(is_kept)
     count = is_kept.to(torch.int64).cumsum(-1)

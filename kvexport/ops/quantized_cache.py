@@ -1,10 +1,9 @@
 """The KV cache in 8 or 4 bits: rounding and dequantizing (docs/reference/contract.md, "A quantized cache").
 
-A row (a key or a value) is rotated by a Hadamard matrix, which spreads numbers that are large in a few dimensions over
-all dimensions. The row is then rounded to multiples of one scale per row; a 4-bit cache rounds to sixteen of these
-multiples.
+A key or a value is rotated by a Hadamard matrix, which spreads large elements of a few dimensions over all dimensions.
+The vector is then rounded to multiples of a scale of its own; a 4-bit cache rounds to sixteen of these multiples.
 
-All steps are IEEE operations in a fixed order, so all backends compute the same bits from the same row.
+All steps are IEEE operations in a fixed order, so all backends compute the same bits from the same key or value.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def block_of(size: int) -> int:
 
 
 def rotated_by_hadamard(x: Tensor) -> Tensor:
-    """Return the rows x [..., D] float32 multiplied with the orthonormal Hadamard matrix H, ``x H``.
+    """Return the keys or values x [..., D] float32 multiplied with the orthonormal Hadamard matrix H, ``x H``.
 
     H has a block for every group of `block_of(D)` dimensions. H is symmetric, so a second rotation restores x.
     """
@@ -69,7 +68,7 @@ def _packed(numbers: Tensor) -> Tensor:
 
 
 def dequantized(stored: Tensor, scale: Tensor) -> Tensor:
-    """Reverse `quantized`: return rows [..., D] float32 of keys or values stored with one scale per row."""
+    """Reverse `quantized`: return float32 keys or values [..., D], of which each was stored with one scale."""
     if stored.dtype == torch.uint8:
         table = torch.tensor(PAIRS, dtype=torch.float32, device=stored.device)
         return embedding(stored.to(torch.int32), table).flatten(-2) * scale[..., None]

@@ -1,8 +1,8 @@
 """The merge policy: the rules by which native kernels evict and merge cache slots, as data.
 
-A compression method whose rule combines these primitives returns a `MergePolicy` and has no code of its own. PyTorch
-interprets the policy's fields (kvexport/methods/primitives), the MergeCache node contains them as attributes, and
-native kernels read them.
+A compression method whose rule combines these primitives (rules) returns a `MergePolicy` and has no code of its own.
+PyTorch interprets the policy's fields (kvexport/methods/primitives), the MergeCache node contains them as attributes,
+and native kernels read them.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class StateTensor:
     def stored_dtype(self, cache_type: str) -> str:
         """Return the type of a state tensor's elements in a cache of type `cache_type`.
 
-        In an int4 cache a byte stores two numbers, the first in the low half of the byte.
+        In an int4 cache a byte stores two 4-bit codes, the first in the low half of the byte.
         """
         if self.dtype != "cache":
             return self.dtype

@@ -114,7 +114,7 @@ async def slots(service: Service, request: Request) -> Response:
 
 
 def entries(lanes: Lanes, cache: LayerCache, lane: int, layer: int, head: int) -> tuple[Sequence[float], Sequence[int]]:
-    """Return the votes and positions of the occupied KV-cache slots of a head, oldest position first."""
+    """Return the token counts (votes) and positions of a head's occupied KV-cache slots, oldest position first."""
     names = [tensor.past(layer) for tensor in STATE if tensor.name in ("votes", "position")]
     state = lanes.read(lane, names)
     slots = slots_of(cache.first_slots(cache.most_of(len(state[names[0]]))))[head]

@@ -156,7 +156,7 @@ def with_images(prompt: str, texts: Sequence[str], spec: ImageSpec) -> str:
 
 
 def places_of(ids: NDArray[np.int64], images: PromptImages | None, spec: ImageSpec | None) -> NDArray[np.int64]:
-    """Return for each token of a prompt [n] the number, from 1, of the image vector that replaces it; 0 for none."""
+    """Return for each token of a prompt [n] the index, from 1, of the image vector that replaces it; 0 for none."""
     places = np.zeros(len(ids), np.int64)
     if images is not None:
         if spec is None or images.rows.shape[1] != spec.hidden:

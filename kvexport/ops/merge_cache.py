@@ -41,7 +41,7 @@ class MergeCacheAttributes:
             evicted first, and evicted slots are dropped.
         rotary: The layer's rotary embedding, if the method needs it, or if keys are rotated by their places in the
             cache.
-        value_prefix: The size of a value, if values are the first numbers of their keys and are not stored; otherwise
+        value_prefix: The size of a value, if values are the first elements of their keys and are not stored; otherwise
             0.
 
     Raises:
@@ -73,7 +73,10 @@ class MergeCacheAttributes:
 
     @property
     def policy(self) -> MergePolicy | None:
-        """The eviction and merge rule of the method as data; with a sliding window a rule that drops; None without."""
+        """The method's eviction and merge rule as data; None if the method is PyTorch code instead.
+
+        In a layer with a sliding window the rule drops evicted slots.
+        """
         policy = self.method.policy()
         if policy is None or not self.sliding_window:
             return policy
@@ -210,7 +213,7 @@ def _merge_small(
     Methods get keys and values rotated by the Hadamard matrix, which preserves means, products, cosines and distances.
     Methods get unrotated keys if the merge rotates keys to other positions, or if the method stores state that it
     computed from queries and keys. A slot that is neither merged nor rotated keeps its stored bits, because rounding a
-    dequantized row again (`quantized`) gives the same bits.
+    dequantized key or value again (`quantized`) gives the same bits.
     """
     key, value, votes, score, position, key_scale, value_scale, *extra = state
     plain_keys = attributes.rotary.inverse_frequencies or attributes.method.extra_state

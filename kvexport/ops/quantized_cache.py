@@ -49,9 +49,9 @@ def rotated_by_hadamard(x: Tensor) -> Tensor:
 def quantized(rows: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
     """Return keys or values [..., D] float32 as int8 [..., D] or 4-bit pairs uint8 [..., D / 2], and scales [...].
 
-    The scale of a row x is ``max |x| / 127``, rounded to bfloat16. Products of a number and a scale are therefore exact
-    in float32, the largest number of a row is 127, and a dequantized row becomes the same bits again. A row of zeros
-    has the scale 0. A 4-bit code stands for the nearest number of the table `INT4`.
+    The scale of a key or value x is ``max |x| / 127``, rounded to bfloat16. Products of an integer and a scale are
+    therefore exact in float32, the largest integer of a vector is 127, and a dequantized vector becomes the same bits
+    again. A vector of zeros has the scale 0. A 4-bit code stands for the nearest integer of the table `INT4`.
     """
     largest = rows.abs().amax(-1, keepdim=True)
     scale = (largest / LEVELS).to(torch.bfloat16).to(torch.float32)

@@ -37,7 +37,7 @@ class VoteAttentionAttributes:
         sliding_window: The number of latest positions that are visible; 0 for all.
         softcap: The bound of logits; 0 for none.
         method: The compression method, if it has extra state (`Method.extra_state`).
-        value_prefix: The size of a value, if values are the first numbers of their keys and are not stored; otherwise
+        value_prefix: The size of a value, if values are the first elements of their keys and are not stored; otherwise
             0.
     """
 

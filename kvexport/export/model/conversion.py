@@ -182,7 +182,7 @@ def _run(rule: Any, named: Mapping[str, list[Tensor]], context: Any) -> dict[str
 def _by_expert(rule: Any, named: Any, shape: tuple[int, ...]) -> tuple[int, bool]:
     """Return how many experts are computed one by one, and whether the checkpoint's tensors stack experts.
 
-    The number is 0 if an operation of the conversion rule mixes experts.
+    The number of experts is 0 if an operation of the conversion rule mixes experts.
     """
     first, *rest = rule.operations
     merges = isinstance(first, MergeModulelist) and first.dim == 0

@@ -263,7 +263,7 @@ class _Putter:
         ir.convenience.replace_all_uses_with(old, rows, replace_graph_outputs=True)
 
     def numbers(self, component: str, ids: ir.Value, count: int, group: int) -> ir.Value:
-        """Add nodes that gather rows of `count` packed numbers; return float32 [B, T, count / group, group]."""
+        """Add nodes that gather `count` packed codes for each token; return float32 [B, T, count / group, group]."""
         packing = self.packing
         shape = self.constant([0, 0, count // group, group])
         name = ROWS if component == "weight" else f"{component}_{ROWS}"

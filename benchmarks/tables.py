@@ -225,8 +225,9 @@ def packed_speed() -> str:
             sides = (speed["full"], speed["keepkv"], speed.get("genai", ""), llamacpp)
             titles = (PACKED_PROCESSORS[processor], results["date"][:10], PACKED_MODELS[model], weights, tokens)
             lines.append((*titles, *sides, *ratios))
-    header = ("processor", "date", "model", "weights", "tokens", "full cache", "512 slots", "genai", "llama.cpp")
-    return table((*header, "full cache / faster peer", "512 slots / faster peer"), *lines)
+    header = ("processor", "date", "model", "weights", "tokens", "kvexport, full cache", "kvexport, 512 slots")
+    peers = ("onnxruntime-genai", "llama.cpp", "full cache / faster peer", "512 slots / faster peer")
+    return table((*header, *peers), *lines)
 
 
 def packed_quality() -> str:
@@ -398,8 +399,16 @@ def decoders() -> str:
             sides = [f"{speed[side]:g}" if side in speed else "" for side in ("kvexport", *PEERS)]
             ratios = [f"{r[f'over_{peer}']:.2f}" if peer in speed else "" for peer in PEERS]
             rows.append((name, layers, isa, kind, *sides, *ratios, f"{goal:g}" if goal else ""))
-    peers = ("llama.cpp", "genai", "ratio to llama.cpp", "ratio to genai")
-    header = ("layers of", "layers", "instruction set", "tokens", "kvexport", *peers, "goal")
+    peers = ("llama.cpp", "onnxruntime-genai", "kvexport / llama.cpp", "kvexport / onnxruntime-genai")
+    header = (
+        "layers of the model",
+        "number of layers",
+        "instruction set",
+        "tokens",
+        "kvexport",
+        *peers,
+        "goal of the ratio",
+    )
     return table(header, *rows)
 
 
@@ -411,8 +420,8 @@ def decoders_of_a_file(isa: str) -> str:
             speed = [f"{r['tokens_per_second'][side]:.1f}" for side in ("kvexport", "slots", "llamacpp", "openvino")]
             ratios = [f"{r[key]:.2f}" for key in ("over_llamacpp", "over_llamacpp_with_slots", "over_openvino")]
             rows.append((what.partition(", ")[2], *speed, *ratios))
-    sides = ("kvexport", "in 512 slots", "llama.cpp", "OpenVINO GenAI")
-    over = ("over llama.cpp", "in 512 slots over llama.cpp", "over OpenVINO GenAI")
+    sides = ("kvexport, full cache", "kvexport, 512 slots", "llama.cpp", "OpenVINO GenAI")
+    over = ("full cache / llama.cpp", "512 slots / llama.cpp", "full cache / OpenVINO GenAI")
     return table(("tokens", *sides, *over), *rows)
 
 

@@ -1,9 +1,9 @@
 """LoRA adapters that requests choose at run time: their matrices as inputs of the decoder's ONNX graph.
 
-For each adapted projection the decoder takes two matrices. `first` [rows, inputs] is the LoRA matrices A of all
-adapters, one below the other. `second` [rows, outputs] is their transposed matrices B, multiplied with each adapter's
-LoRA scale. The decoder's input `adapter_rows` [B, 1, rows] has a 1 at the rows of the adapter that each batch lane
-uses, and a 0 elsewhere.
+For each adapted projection the decoder takes two matrices. `first` [R, inputs] is the LoRA matrices A of all adapters,
+one below the other, where R is the sum of the adapters' ranks. `second` [R, outputs] is their transposed matrices B,
+multiplied with each adapter's LoRA scale. The decoder's input `adapter_rows` [B, 1, R] has a 1 at the ranks of the
+adapter that each batch lane uses, and a 0 elsewhere.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ ROWS = "adapter_rows"
 
 
 def first_input(module: str) -> str:
-    """Return the name of the decoder input with the LoRA matrices A of a projection, [rows of all adapters, inputs]."""
+    """Return the name of the decoder input with the LoRA matrices A of a projection, [all ranks, inputs]."""
     return f"adapters.{module}.first"
 
 
 def second_input(module: str) -> str:
-    """Return the name of the decoder input with the transposed LoRA matrices B of a projection, [rows, outputs]."""
+    """Return the name of the decoder input with the transposed LoRA matrices B of a projection, [ranks, outputs]."""
     return f"adapters.{module}.second"
 
 
@@ -73,7 +73,10 @@ class Adapters:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the decoder's inputs for LoRA adapters. Dimension 0 is the batch, or all adapters' rows."""
+        """The shapes of the decoder's inputs for LoRA adapters.
+
+        Dimension 0 is the batch, or the sum of all adapters' ranks.
+        """
         if not self.tensors:
             return {}
         return {ROWS: (1, 1, self.rows), **{name: array.shape for name, array in self.tensors.items()}}

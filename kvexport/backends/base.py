@@ -183,10 +183,10 @@ class Backend(ABC):
         """Return why a packed (quantized) weight cannot run, and the setting that avoids it; None if it can run.
 
         A build stores a weight that cannot run as floats. Args: recipe: The recipe.
-            dtype: The type of the weight's numbers, such as int4 or uint6.
+            dtype: The type of the weight's integer codes, such as int4 or uint6.
             group: The number of consecutive inputs that share a scale.
             has_offset: Whether each scale has a zero point or a minimum.
-            has_table: Whether the numbers are indices into a table of values.
+            has_table: Whether the codes are indices into a table of values.
             picked: Whether single rows of the weight are read, as from an embedding.
         """
         return None

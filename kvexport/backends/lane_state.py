@@ -104,7 +104,7 @@ def without_replaced(plan: CachePlan, state: Mapping[str, NDArray[Any]], tokens:
 
 
 def with_whole_rings(plan: CachePlan, state: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Return a sequence's state in which the stored recent queries are padded to their full number by empty rows."""
+    """Return a sequence's state in which the stored recent queries are padded to their full number by zeros."""
     arrays = dict(state)
     for i, layer in enumerate(plan.caches):
         shapes = layer.shapes(1)

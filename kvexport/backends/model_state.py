@@ -113,7 +113,7 @@ class ModelState(LaneState, Protocol):
         ...
 
     def adapt(self, lane: int, rows: range) -> None:
-        """Choose a sequence's LoRA adapter for later calls, by its rows in the stacked matrices of all adapters."""
+        """Choose a sequence's LoRA adapter for later calls, by its ranks in the stacked matrices of all adapters."""
         if rows:
             raise NotImplementedError
 

@@ -114,7 +114,7 @@ class EngineCore:
         return self.model.new_state(self.plan, lanes)
 
     def lanes(self, count: int) -> Lanes:
-        """Return `count` empty lanes (rows of the batch) with their own KV caches, for callers that append tokens."""
+        """Return `count` empty lanes (batch entries) with their own KV caches, for callers that append tokens."""
         self._check_count(count)
         limits = self.manifest.limits
         return Lanes(

@@ -92,7 +92,7 @@ class Lanes:
         """Set the position ranges (first, end) of a sequence whose tokens are never evicted.
 
         Tokens in the ranges that were read before must have been pinned when they were read. The cache needs room for
-        all pinned tokens (`cache.pinned`).
+        all of them (recipe key `cache.pinned`).
         """
         self._pins[lane] = pins
 

@@ -36,10 +36,10 @@ class Prefixes:
         return len(self._saved)
 
     def keys(self, ids: NDArray[np.int64], borders: Iterable[int], adapter: str | None = None, pins: Pins = ()) -> Keys:
-        """Return the hashes of a prompt's tokens up to each chunk border before its last token.
+        """Return the hashes of a prompt's tokens up to the end of each chunk before its last token.
 
         The last token of a prompt is always read again, because the logits after the token are needed. Prompts have
-        different hashes if their LoRA adapters differ, or their pinned tokens before the border.
+        different hashes if their LoRA adapters differ, or their pinned (never evicted) tokens.
         """
         hashed, keys, start = hashlib.sha256((adapter or "").encode()), Keys(), 0
         for border in borders:
@@ -52,7 +52,7 @@ class Prefixes:
     def begin(self, request: Request) -> Saved | None:
         """Return the state of the longest saved prefix of a request's prompt; None to read the whole prompt.
 
-        The function adds to `request.borders` the chunk borders at which the KV cache should be saved.
+        The function adds to `request.borders` the ends of prompt chunks at which the KV cache should be saved.
         """
         keys = request.keys
         read = next((border for border in reversed(keys) if keys[border] in self._saved), 0)
@@ -71,10 +71,10 @@ class Prefixes:
         return self._saved[keys[read]]
 
     def _borders(self, keys: Keys, read: int) -> set[int]:
-        """Return the chunk borders at which a prompt's KV cache should be saved for later prompts.
+        """Return the ends of prompt chunks at which a prompt's KV cache should be saved for later prompts.
 
-        The result has the prompt's last chunk border, borders at doubling distances before that, and the last border up
-        to which an earlier prompt had the same tokens, because the next prompt is likely to differ there too.
+        The result has the end of the prompt's last full chunk, ends at doubling distances before that, and the last end
+        up to which an earlier prompt had the same tokens, because the next prompt is likely to differ there too.
         """
         last, back = max(keys, default=0), self.chunk
         borders = {last}
@@ -96,7 +96,7 @@ class Prefixes:
         return False
 
     def save(self, requests: Sequence[Request], rows: Rows, lanes: Lanes) -> None:
-        """Save the KV caches of requests that have reached a chunk border where a prefix should be saved.
+        """Save the KV caches of requests that have read a chunk of the prompt after which a prefix should be saved.
 
         A KV cache that may contain NaN is not saved. `rows` are the logits after the prompt tokens that were read.
         """

@@ -71,8 +71,8 @@ def equal_bytes(
     """Return every compression method at every budget, with KV caches of equal bytes.
 
     For each budget, the method with the smallest cache of that many slots sets the number of bytes, and every other
-    method gets as many slots as fit into these bytes. Votes, scores, positions and free slots count. A cache that is
-    compressed only after the prompt counts with its bytes after the prompt.
+    method gets as many slots as fit into these bytes. The bytes of token counts (votes), scores, positions and free
+    slots count. A cache that is compressed only after the prompt counts with its bytes after the prompt.
     """
     settings = []
     for budget in budgets:

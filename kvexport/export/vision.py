@@ -192,7 +192,7 @@ def _processor_class(config: Any) -> Any:
 
 
 def _check_numbers(settings: Any, areas: Collection[str]) -> None:
-    """Raise _Refused if an image processor's settings have numbers so large that tiles or texts would be huge."""
+    """Raise _Refused if an image processor's settings have values so large that tiles or texts would be huge."""
     for name, value in settings.items() if isinstance(settings, dict) else enumerate(settings):
         if isinstance(value, dict | list | tuple):
             _check_numbers(value, areas)

@@ -63,9 +63,9 @@ def _interpolation(places: NDArray[np.int64], sides: tuple[int, int], table: int
 def row_offsets(pixels: NDArray[np.float32], spec: ImageSpec) -> NDArray[np.int64] | None:
     """Return how far the rotary positions of an image's vectors are from their token positions, [vectors, 4].
 
-    The first three numbers are the offsets on the three axes. The last is the change of the offset of all later tokens,
-    because an image takes only as many rotary positions as its longer side has groups. The result is None if the
-    model's images have no such positions.
+    The first three elements are the offsets on the three axes. The last is the change of the offset of all later
+    tokens, because an image takes only as many rotary positions as its longer side has groups. The result is None if
+    the model's images have no such positions.
     """
     if spec.cut != "patches":
         return None

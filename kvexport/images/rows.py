@@ -1,6 +1,6 @@
 """Encoded images on their way into the decoder: vectors that replace the embeddings of placeholder tokens.
 
-The image encoder gives each tile of an image several rows, vectors of the decoder's hidden size. The prompt has one
+The image encoder gives each tile of an image several vectors of the decoder's hidden size. The prompt has one
 placeholder token for each of these vectors.
 """
 
@@ -156,7 +156,7 @@ def with_images(prompt: str, texts: Sequence[str], spec: ImageSpec) -> str:
 
 
 def places_of(ids: NDArray[np.int64], images: PromptImages | None, spec: ImageSpec | None) -> NDArray[np.int64]:
-    """Return for each token of a prompt [n] the number, from 1, of the image vector that replaces it; 0 for none."""
+    """Return for each token of a prompt [n] the index, from 1, of the image vector that replaces it; 0 for none."""
     places = np.zeros(len(ids), np.int64)
     if images is not None:
         if spec is None or images.rows.shape[1] != spec.hidden:
@@ -200,7 +200,7 @@ def chunk_borders(places: NDArray[np.int64], images: PromptImages | None, start:
 def call_images(chunks: Sequence[tuple[NDArray[np.int64], PromptImages | None]]) -> CallImages | None:
     """Return the image vectors of a decoder call that reads a chunk of each prompt; None if no token is of an image.
 
-    A chunk is given as the numbers of the image vectors of its tokens (`places_of`) and the prompt's encoded images.
+    A chunk is given as the indices of the image vectors of its tokens (`places_of`) and the prompt's encoded images.
     """
     if not any(images is not None and places.any() for places, images in chunks):
         return None

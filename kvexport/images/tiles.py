@@ -154,7 +154,7 @@ def _squared(image: Image, spec: ImageSpec) -> Image:
 
 
 def _cropped(pixels: NDArray[np.uint8], spec: ImageSpec) -> NDArray[np.uint8]:
-    """Return the middle of an image, as large as a tile; an image that is smaller than a tile gets a black border."""
+    """Return the middle of an image, as large as a tile; an image that is smaller than a tile gets a black frame."""
     sides = pixels.shape[:2]
     tile = np.zeros((spec.height, spec.width, 3), np.uint8)
     places = []

@@ -1,7 +1,7 @@
-"""Attention Matching (arXiv 2602.16284): votes and values of kept cache slots are fitted to recent queries.
+"""Attention Matching (arXiv 2602.16284): token counts and values of kept cache slots are fitted to recent queries.
 
-The votes (how many tokens a slot counts for in attention) are fitted to the attention mass of the queries, and the
-values to their attention outputs.
+The token counts (votes: how many tokens a slot stands for in attention) are fitted to the attention mass of the
+queries, and the values to their attention outputs.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from kvexport.schema.policy import MergePolicy
 
 
 class AttentionMatching(Fitting):
-    """Attention Matching: keep the slots that recent queries attend to most, then fit their votes and values.
+    """Attention Matching: keep the slots that recent queries attend to most, then fit their token counts and values.
 
     The method stores recent queries of each KV head, the reference queries. Slots are ranked by the root mean square of
-    the probabilities with which the reference queries attend to them. The votes of the kept slots (a slot's logit gets
-    the bias ``ln(votes)``) are fitted so that these slots get the attention mass that the queries gave to all slots.
-    The values are then fitted so that the attention outputs stay the same. The fit of the values is a ridge regression
-    towards the present values, because W queries do not determine the values of more than W slots.
+    the probabilities with which the reference queries attend to them. The votes of the kept slots (token counts, by
+    which a slot's logit gets the bias ``ln(votes)``) are fitted so that these slots get the attention mass that the
+    queries gave to all slots. The values are then fitted so that the attention outputs stay the same. The fit of the
+    values is a ridge regression towards the present values, because W queries do not determine the values of more than
+    W slots.
 
     The paper compresses a prompt once, with queries that the model generates about the prompt and with a budget for
     each head. In kvexport the reference queries are the latest ones, all heads have the same budget, and every merge
     fits the slots again.
 
     Attributes:
-        steps: The number of multiplicative updates in the fit of the votes.
-        bias_max: Fitted votes stay within ``exp(+-bias_max)``. Their sum never grows, because no slot stands for tokens
-            that never existed.
+        steps: The number of multiplicative updates in the fit of the token counts (votes).
+        bias_max: Fitted token counts (votes) stay within ``exp(+-bias_max)``. Their sum never grows, because no slot
+            stands for tokens that never existed.
         after: The eviction before the fit. ``drop`` is the rule above. ``ballot``, this project's own variant, evicts
             and merges like the method `ballot` with its defaults, and also fits recent slots.
     """

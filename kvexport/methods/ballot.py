@@ -32,11 +32,12 @@ class Ballot(Merging):
         attention: The exponent of w, the slot's mean attention probability, in the cost of ``order: least-error``.
         pool: The size of the eviction pool, as a multiple of the number of slots to evict. The cost of a merge is
             computed only for the slots of this pool, those of lowest mean attention probability.
-        zip: ``count`` adds the votes of merged slots up. ``vote`` stores fractional votes. Both store the weighted mean
-            of the keys. Fractional votes are exact for a query whose logits equal the slots' moving averages. For every
-            other query they are too few, and the error grows with every merge.
-        votes_max: The largest number of votes of a merged slot. After hundreds of merges a slot is a mean of unrelated
-            tokens and carries no information. Without a bound it would still get the attention of all these tokens.
+        zip: ``count`` adds up the token counts (votes) of merged slots. ``vote`` stores a fractional token count. Both
+            store the weighted mean of the keys. The fractional count is exact for a query whose logits equal the slots'
+            moving averages. For every other query it is too small, and the error grows with every merge.
+        votes_max: The largest number of tokens that a merged slot stands for. After hundreds of merges a slot is a mean
+            of unrelated tokens and carries no information. Without a bound it would still get the attention of all
+            these tokens.
         decay: The factor ``a`` of the moving average of exp(logit) that weights a merge: ``average = a average +
             (1 - a) new``.
     """

@@ -60,12 +60,12 @@ class Method(BaseModel):
 
     @property
     def extra_state(self) -> tuple[StateTensor, ...]:
-        """The state tensors that a method keeps beside keys, values, votes, scores and positions; none by default.
+        """The state tensors that a method keeps beside keys, values, votes (token counts), scores and positions.
 
-        A tensor has a dimension S, with a row for each slot of all KV heads, or begins with the dimensions B (batch)
-        and H (KV heads). The method's code gets the tensors of KV heads with equal capacity as [B, H, C, ...], where C
-        counts slots. Native kernels support only the ring buffer of recent queries. A method with other additional
-        tensors runs as ONNX functions.
+        By default there are none. A tensor has a dimension S, with one element for each slot of all KV heads, or begins
+        with the dimensions B (batch) and H (KV heads). The method's code gets the tensors of KV heads with equal
+        capacity as [B, H, C, ...], where C counts slots. Native kernels support only the ring buffer of recent queries.
+        A method with other additional tensors runs as ONNX functions.
         """
         return ()
 
@@ -79,7 +79,8 @@ class Method(BaseModel):
         """Whether merged keys and values are means with the same weights, and nothing else changes them.
 
         In latent attention a value is a part of its key. After such a merge the value is still that part of the key, so
-        that the cache stores only keys. By default the merge policy decides; a method without a policy returns False.
+        that the cache stores only keys. By default the result depends on `policy`; a method whose `policy` returns None
+        returns False.
         """
         policy = self.policy()
         if policy is None or policy.fit is not None:
@@ -89,8 +90,8 @@ class Method(BaseModel):
     def update(self, extra: tuple[Tensor, ...], new: NewTokens) -> tuple[Tensor, ...]:
         """Return the tensors of `extra_state` after one call of VoteAttention; by default unchanged.
 
-        In `extra`, the rows of the slots that the call appended are zero. Tensors of a sequence that got only padding
-        must stay unchanged.
+        In `extra`, the elements of the slots that the call appended are zero. Tensors of a sequence that got only
+        padding must stay unchanged.
         """
         return extra
 
@@ -117,8 +118,8 @@ class Method(BaseModel):
     def merge(self, slots: Slots, evicted: Evicted) -> Slots:
         """Return a layer's KV cache after evicted slots have merged into kept slots, by default as `policy` says.
 
-        The result still contains the evicted slots, which the caller removes. A method without a policy drops evicted
-        slots.
+        The result still contains the evicted slots, which the caller removes. If `policy` returns None, evicted slots
+        are dropped.
         """
         from kvexport.methods.primitives.merge import merge
 

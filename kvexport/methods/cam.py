@@ -16,8 +16,8 @@ class CaM(Merging):
 
     The value v_e of an evicted slot is added to the values v_j of the next M kept slots, recent ones included: ``v_j +=
     m v_e / M`` with ``m = clip(A_e / mean A, 0, 1)``, where A is a slot's accumulated attention and the mean is over
-    all kept slots. The paper draws a Bernoulli variable with probability m instead. Keys, scores and votes of the
-    receiving slots stay unchanged.
+    all kept slots. The paper draws a Bernoulli variable with probability m instead. Keys, scores and token counts
+    (votes) of the receiving slots stay unchanged.
 
     Attributes:
         receivers: The number M of slots that an evicted value is added to. If fewer than M slots follow, the shares of

@@ -1,4 +1,4 @@
-"""The base class of methods that, after an eviction, fit the kept slots' values (or votes too) to recent queries."""
+"""The base class of methods that, after an eviction, fit values (or token counts too) of kept slots to queries."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Fitting(Merging):
-    """A method that stores recent queries, the reference queries, and fits the kept values to them after a merge.
+    """A method that stores recent queries, and fits the values of kept cache slots to them after a merge.
 
-    After the fit, the reference queries get nearly the same attention outputs from the kept slots as from all slots
-    before the eviction. The fit ignores a softcap of logits and learned sink logits.
+    After the fit, the stored queries get nearly the same attention outputs from the kept slots as from all slots before
+    the eviction. The fit ignores a softcap of logits and learned sink logits.
 
     Attributes:
         queries: The number W of latest queries that are stored for each KV head. The query heads of the group share the
@@ -66,5 +66,5 @@ class Fitting(Merging):
         return gather_rows(query, index), gather_rows(seen, index)
 
     def fit(self, fitted: Literal["values", "votes_and_values"]) -> Fit:
-        """Return the settings of the fit, which changes values (or votes and values) to suit recent queries."""
+        """Return the settings of the fit, which changes values (or token counts and values) to suit recent queries."""
         return Fit(fitted, self.ridge, self.change_max, self.vote_exponent)

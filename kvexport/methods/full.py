@@ -20,5 +20,5 @@ class Full(Method):
     compresses: ClassVar[bool] = False
 
     def policy(self) -> MergePolicy:
-        """Return a default policy, which is never applied, because this method evicts nothing."""
+        """Return a default merge rule, which is never applied, because this method evicts nothing."""
         return MergePolicy()

@@ -12,7 +12,7 @@ from kvexport.schema.policy import MergePolicy
 
 
 class KeepKV(Merging):
-    """KeepKV: merges that keep the attention output of the current query, and votes that count merged tokens.
+    """KeepKV: merges that keep the attention output of the current query. Each slot counts its tokens (its votes).
 
     Attributes:
         decay: The factor ``a`` of the moving average of exp(logit), ``average = a average + (1 - a) new``. The KeepKV
@@ -21,8 +21,8 @@ class KeepKV(Merging):
         threshold: An evicted slot merges into the kept slot of the most similar key if the cosine of the two keys is
             above this value, and is dropped otherwise.
         zip: The quantity by which a merge cancels its error for the current query. ``key`` scales the merged key (Eq. 7
-            of the KeepKV paper). ``vote`` stores the weighted mean of the keys and fractional votes. ``mean`` does
-            neither, like the authors' code, and is not lossless.
+            of the KeepKV paper). ``vote`` stores the weighted mean of the keys and a fractional token count. ``mean``
+            does neither, like the authors' code, and is not lossless.
         key_factor_max: A bound x for ``zip: key``. A merge whose key would be scaled by a factor outside [1/x, x] uses
             ``zip: vote`` instead, because Eq. 7 of the KeepKV paper has a pole and a change of sign.
         order: ``evict-first`` evicts the slots of lowest score, and merges those that have a target above the
@@ -55,7 +55,7 @@ class KeepKV(Merging):
 
     @property
     def own_statistics(self) -> tuple[Statistic, ...]:
-        """The one statistic of a slot: the logarithm of the moving average of exp(logit), without the bias by votes."""
+        """The one statistic of a slot: the logarithm of the moving average of exp(logit), without ln(votes)."""
         return (Statistic("log_ema", self.decay, self.window, self.recency_weight),)
 
     def policy(self) -> MergePolicy:

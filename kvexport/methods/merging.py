@@ -45,20 +45,20 @@ class Merging(Method):
         return (*SELECTORS[self.selector]().statistics, self.own_statistics[-1])
 
     def selected(self, policy: MergePolicy) -> MergePolicy:
-        """Return a policy in which the method that the setting `selector` names ranks slots for eviction."""
+        """Return a merge rule in which the method that the setting `selector` names ranks slots for eviction."""
         if self.selector == "own":
             return policy
         selector = SELECTORS[self.selector]().policy()
         return replace(policy, select=selector.select, pooled=selector.pooled, mean_adds=False)
 
     def importance(self, slots: Slots, unprotected: Tensor) -> Tensor:
-        """Return each slot's importance, [B, H, C] float32, by which methods without a policy evict slots."""
+        """Return each slot's importance, [B, H, C] float32: the slots of lowest importance are evicted first."""
         from kvexport.methods.primitives.select import importance
 
         return importance(self.selected(MergePolicy(select="score")), slots, unprotected)
 
     def keep_score(self, slots: Slots, unprotected: Tensor, count: int) -> Tensor:
-        """Return a score for each slot, lowest evicted first: by the merge policy, or by `importance` without one."""
+        """Return a score for each slot, lowest evicted first: by `policy`, or by `importance` if that is None."""
         return (
             self.importance(slots, unprotected)
             if self.policy() is None

@@ -25,7 +25,7 @@ class NeighbourPairs(Merging):
 
     @property
     def vote_exponent(self) -> float:
-        """The factor alpha is 1: a slot with votes n (it stands for n tokens) gets the bias ln(n) on its logit.
+        """The factor alpha is 1: a slot that stands for n tokens (its votes) gets the bias ln(n) on its logit.
 
         The papers store the sum of the merged values and attend with ``sum e^l v / sum n e^l`` for a slot's logit l and
         its number n of tokens. A softmax over mean values, with ln n added to the logits, has the same output.

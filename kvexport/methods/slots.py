@@ -1,6 +1,6 @@
 """The data that compression methods work on: a layer's cache slots, their statistics, and the evicted slots.
 
-Dimensions are B sequences, H KV heads, C slots of a head, V evicted slots and D numbers of a key.
+Dimensions are B sequences, H KV heads, C slots of a head, V evicted slots and D elements of a key.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class NewTokens:
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Return the rows of x [B, H, C] or [B, H, C, D] at `index` [B, H, N]; ONNX runs this as copies of rows."""
+    """Return the slots' elements or vectors of x [B, H, C] or [B, H, C, D] at `index` [B, H, N]."""
     return x.gather(2, index if x.dim() == 3 else index[..., None].expand(*index.shape, x.shape[3]))
 
 

@@ -14,11 +14,13 @@ from kvexport.schema.policy import MergePolicy
 class ZeroMerge(Merging):
     """ZeroMerge: the cache consists of sinks (first positions), recent slots, context slots and residual slots.
 
-    The context slot of lowest score is evicted and merges into a residual slot. Slots that have merged before become
-    residual slots first, then the kept slots of lowest score.
+    The context slot of lowest score is evicted and merges into the residual slot whose key has the largest dot product
+    with its own key. Residual slots are kept slots that receive merges: first those that have received a merge before,
+    then, up to the share `residual`, those of lowest score.
 
     Attributes:
-        alpha: The factor alpha of the attention bias ``alpha ln(votes)``, where votes count the tokens of a slot.
+        alpha: The factor alpha of the attention bias ``alpha ln(votes)``, where votes is the number of tokens that a
+            slot stands for.
         decay: The factor by which each query lowers the score.
         residual: The share of residual slots among the slots that are neither sinks nor recent. In the ZeroMerge paper,
             0.22 of the budget are residual slots and 0.44 context slots.

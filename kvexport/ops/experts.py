@@ -40,7 +40,8 @@ class ExpertsForm:
 
     Attributes:
         activation: The function that is applied to the gate, or to the first product if experts have no gate.
-        gate: Whether the first product has gate rows and up rows: ``inner = activation(gate) (up + up_offset)``.
+        gate: Whether the first product has outputs of a gate and of an up projection: ``inner = activation(gate) (up +
+            up_offset)``.
         slope: The factor s of ``silu(x) = x sigmoid(s x)``.
         limit: Before the activation, gates are clamped to at most `limit`, and ups to [-limit, limit]; 0: no clamp.
         up_offset: A constant that is added to the clamped ups.
@@ -93,7 +94,7 @@ class ExpertsForm:
         return "_".join([self.activation, *["gate"] * self.gate, *["bias"] * self.bias, *named])
 
     def inner(self, first: Tensor) -> Tensor:
-        """Return the activation of the first product: [..., n] from [..., n], or from [..., 2n] (gate and up rows)."""
+        """Return the activation of the first product: [..., n] from [..., n], or from [..., 2n] (gate and up)."""
         if not self.gate:
             return self._activated(first)
         gate, up = first.chunk(2, -1)
@@ -125,10 +126,11 @@ def experts(
     """Return the outputs of the experts that a router chose for each token, summed with the router's weights.
 
     Args:
-        input: [N, hidden], a row for each of N tokens.
+        input: [N, hidden], a vector for each of N tokens.
         indices: [N, k] int64, the k experts of each token; no expert twice.
         weights: [N, k], the router's factors of these experts.
-        first: [E, 2 inner, hidden], the first weights of E experts, gate rows before up rows; [E, inner, hidden]
+        first: [E, 2 inner, hidden], the first weights of E experts, the gate's outputs before the ups'; [E, inner,
+            hidden]
             without a gate.
         first_bias: [E, 2 inner] or [E, inner], where the form has biases.
         down: [E, hidden, inner], the second weights of the experts.
@@ -153,7 +155,7 @@ def experts(
 def experts_function(form: ExpertsForm, multiply: Multiply | None = None) -> onnx.FunctionProto:
     """Return the ONNX function of an Experts node; its inputs and outputs are those of `experts`.
 
-    The function loops over the experts and skips experts that no token chose. Each expert multiplies only the rows of
+    The function loops over the experts and skips experts that no token chose. Each expert multiplies only the inputs of
     its own tokens. ONNX cannot index tensors of 4 bits, so packed weights of all experts are dequantized before the
     loop. All floating-point tensors have one type. If `multiply` is given, this function makes the nodes for products
     with packed weights, and no weight is dequantized.

@@ -94,8 +94,9 @@ def layer_vote_attention(
     """Compute VoteAttention for one layer; KV head h has `capacity[h]` slots (empty: all heads have equally many).
 
     The arguments are those of `vote_attention`, but the state has the slots of all heads in one dimension: key [B, S,
-    D], value [B, S, Dv] ([B, S, 0] with `value_prefix`), votes [B, S], score [B, K, S], position [B, S] and scales [B,
-    S]. The result is the attention output [B, Hq, T, Dv] and the new state tensors, in the order of the old ones.
+    D], value [B, S, Dv] ([B, S, 0] with `value_prefix`), votes (token counts) [B, S], score [B, K, S], position [B, S]
+    and scales [B, S]. The result is the attention output [B, Hq, T, Dv] and the new state tensors, in the order of the
+    old ones.
     """
     past = (past_key, past_value, past_votes, past_score, past_position, *past_extra)
     tensors = state_of(past_key.dtype, attributes.method.extra_state if attributes.method else ())

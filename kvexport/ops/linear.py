@@ -2,11 +2,11 @@
 
 ONNX Runtime's CPU provider computes a MatMul with a transposed weight from a float32 copy of that weight, whatever the
 weight's type. The provider runs every small operator around the product as a separate node, each of which takes as long
-as the product of one row. A kernel of Linear reads weights in the layout of checkpoints, [outputs, inputs]
-(``torch.nn.functional.linear``). It computes the steps around a product while the product's rows are in the processor's
-cache: the norm before it, a bias, SiLU's gate, a residual, splitting or joining heads, and the rotary embedding. A
-runtime without the kernel runs the ONNX function. `kvexport.export.passes` decides which nodes of an ONNX graph become
-a Linear.
+as the product of one token's input. A kernel of Linear reads weights in the layout of checkpoints, [outputs, inputs]
+(``torch.nn.functional.linear``). It computes the steps around a product while the product's outputs are in the
+processor's cache: the norm before it, a bias, SiLU's gate, a residual, splitting or joining heads, and the rotary
+embedding. A runtime without the kernel runs the ONNX function. `kvexport.export.passes` decides which nodes of an ONNX
+graph become a Linear.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def parts_after(kind: int) -> tuple[str, ...]:
     """Return the names of the inputs that follow a packed weight, by the number of its format (`PackedFormat.kind`).
 
     The format numbers 0 to 5 are combinations of scale, zero point, minimum and table. The format number is larger by 8
-    if scales have super-scales, by 16 or 32 if the upper 1 or 2 bits of numbers are apart, and by 64 if a number has 2
-    lower bits in place of 4 or 8.
+    if scales have super-scales, by 16 or 32 if the upper 1 or 2 bits of the weight's integer codes are stored apart,
+    and by 64 if a code has 2 lower bits in place of 4 or 8.
     """
     parts = _PACKED[kind & 7]
     supers = [f"super_{name}" for name in parts if name in ("scale", "minimum")] if kind & 8 else []
@@ -57,7 +57,7 @@ class Form:
 
     Attributes:
         input_heads: The number of heads in the input, if heads are a dimension of their own.
-        norm: Whether the input's rows are normalised first.
+        norm: Whether the input vectors of tokens are normalised first (RMSNorm).
         epsilon: The epsilon of the norm.
         output_heads: For each product, the number of heads that its output is split into.
         bias: For each product, whether it has a bias.
@@ -151,19 +151,19 @@ def linear_function(form: Form, multiply: Multiply = multiply) -> onnx.FunctionP
     All tensors have one dtype, except those of packed weights. The inputs and outputs are:
 
     - input: [..., inputs], or [B, input_heads, T, inputs / input_heads].
-    - norm: [inputs], the scale of an RMSNormalization of the rows.
+    - norm: [inputs], the scale of an RMSNormalization of each token's input vector x.
     - for each product a weight [outputs, inputs] and a bias [outputs]. A packed weight has integers and a scale, with a
       zero point or a minimum, [outputs, inputs / group] each. It stands for (weight - zero) scale or weight scale +
       minimum, computed in float32 and rounded once to the input's type. With a table [16] of int8, a weight of uint4
       stands for table[weight] scale, where an exponent e (uint8) in place of the scale stands for 2^(e - 128).
-    - gate: [outputs, inputs]. The product is multiplied with silu(rows x gate^T).
+    - gate: [outputs, inputs]. The product is multiplied with silu(x gate^T).
     - residual: [..., outputs], added last.
     - cosine, sine: [B, T, half a head's size], for heads rotated in planes (f, f + half), like RotaryEmbedding.
     - for each product an output: [..., outputs], or [B, output_heads, T, outputs / output_heads].
-    - for a weight that takes LoRA adapters, the matrices of all adapters one below the other: adapter_first [rows,
-      inputs] and adapter_second [rows, outputs]. To the product with this weight the node adds ((rows x
-      adapter_first^T) adapter_rows) x adapter_second, where adapter_rows [B, 1, rows] is 1 for the rows of a sequence's
-      adapter, and 0 for all others.
+    - for a weight that takes LoRA adapters, the matrices of all adapters one below the other: adapter_first [R, inputs]
+      and adapter_second [R, outputs], where R is the sum of the adapters' ranks. To the product with this weight the
+      node adds ((x adapter_first^T) adapter_rows) adapter_second, where adapter_rows [B, 1, R] is 1 at the ranks of a
+      sequence's adapter, and 0 at all others.
 
     Args:
         form: The steps of the node.

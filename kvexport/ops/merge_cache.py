@@ -41,7 +41,7 @@ class MergeCacheAttributes:
             evicted first, and evicted slots are dropped.
         rotary: The layer's rotary embedding, if the method needs it, or if keys are rotated by their places in the
             cache.
-        value_prefix: The size of a value, if values are the first numbers of their keys and are not stored; otherwise
+        value_prefix: The size of a value, if values are the first elements of their keys and are not stored; otherwise
             0.
 
     Raises:
@@ -73,7 +73,10 @@ class MergeCacheAttributes:
 
     @property
     def policy(self) -> MergePolicy | None:
-        """The eviction and merge rule of the method as data; with a sliding window a rule that drops; None without."""
+        """The method's eviction and merge rule as data; None if the method is PyTorch code instead.
+
+        In a layer with a sliding window the rule drops evicted slots.
+        """
         policy = self.method.policy()
         if policy is None or not self.sliding_window:
             return policy
@@ -112,7 +115,7 @@ def merge_cache(
     Args:
         key: [B, H, C, D] in the cache's type.
         value: [B, H, C, Dv] in the cache's type; [B, H, C, 0] with `value_prefix`.
-        votes: [B, H, C] float32; 0 for an empty slot.
+        votes: [B, H, C] float32, the tokens that a slot stands for; 0 for an empty slot.
         score: [B, H, K, C] float32, the K statistics of each slot.
         position: [B, H, C] int32.
         extra: For a quantized cache the scales of keys and values, [B, H, C] float32 each; then the tensors of
@@ -210,7 +213,7 @@ def _merge_small(
     Methods get keys and values rotated by the Hadamard matrix, which preserves means, products, cosines and distances.
     Methods get unrotated keys if the merge rotates keys to other positions, or if the method stores state that it
     computed from queries and keys. A slot that is neither merged nor rotated keeps its stored bits, because rounding a
-    dequantized row again (`quantized`) gives the same bits.
+    dequantized key or value again (`quantized`) gives the same bits.
     """
     key, value, votes, score, position, key_scale, value_scale, *extra = state
     plain_keys = attributes.rotary.inverse_frequencies or attributes.method.extra_state
@@ -223,9 +226,9 @@ def _merge_small(
 
 
 def _without_holes(is_kept: Tensor) -> Tensor:
-    """Return, for each of W cache rows, the row whose slot moves into it, so that evictions leave no gaps; [B, H, W].
+    """Return, for each of W places of slots, the place whose slot moves there, so that no gaps are left; [B, H, W].
 
-    The n kept slots (`is_kept`) end in the first n rows. A later row keeps its slot.
+    The n kept slots (`is_kept`) end in the first n places. A later place keeps its slot.
     """
     row = torch.arange(is_kept.shape[-1], device=is_kept.device).expand_as(is_kept)
     count = is_kept.to(torch.int64).cumsum(-1)

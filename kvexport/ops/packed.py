@@ -7,12 +7,12 @@ Quantized checkpoints and artifacts store weights in this form:
                 = weight[n, k] * scale[n, k / group] + minimum[n, k / group]         offset minimum
                 = table[weight[n, k]] * scale[n, k / group]                          with a table
 
-A scale is stored as a float; as an exponent e in a byte, for the scale 2^(e - 128); or as a whole number that is
-multiplied with the float16 super-scale of 256 inputs (ggml's K types). A minimum is stored as a float or as such a
-whole number. The value is computed in float32 and rounded once to the model's type. A byte stores two 4-bit numbers,
-the first in its low half, as in ONNX. Numbers of 3, 5 and 6 bits are stored in two tensors: `weight` has the lower 2 or
-4 bits, and `high` the upper 1 or 2. Fields of 1 or 2 bits are packed by `pack_fields`. Signed numbers of 3, 5 and 6
-bits are stored as number + 2^(bits - 1).
+A scale is stored as a float; as an exponent e in a byte, for the scale 2^(e - 128); or as an integer that is multiplied
+with the float16 super-scale of 256 inputs (ggml's K types). A minimum is stored as a float or as such an integer. The
+value is computed in float32 and rounded once to the model's type. A byte stores two 4-bit codes (integers), the first
+in its low half, as in ONNX. Codes of 3, 5 and 6 bits are stored in two tensors: `weight` has the lower 2 or 4 bits, and
+`high` the upper 1 or 2. Fields of 1 or 2 bits are packed by `pack_fields`. Signed codes of 3, 5 and 6 bits are stored
+as code + 2^(bits - 1).
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ class PackedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """The format of a packed weight: whole numbers of 2 to 6 or of 8 bits with a scale for each group of inputs.
+    """The format of a packed weight: integer codes of 2 to 6 or of 8 bits with a scale for each group of inputs.
 
     Attributes:
-        bits: The bits of a number.
-        signed: Whether the numbers are signed.
+        bits: The bits of an integer code.
+        signed: Whether the codes are signed.
         group: The number of consecutive inputs that share a scale.
         offset: The tensor that accompanies the scale: none, a zero point in the weight's type, or a minimum in the
             scale's type.
         scale_dtype: The type of the scales. Scales of uint8 are exponents, which only a weight with a table has. The
-            scale types in `SUB_SCALES` are whole numbers, which a super-scale for every 256 inputs multiplies; minima
+            scale types in `SUB_SCALES` are integers, which a super-scale for every 256 inputs multiplies; minima
             have super-scales of their own.
         ordered: Whether the columns are in another order than the input's features: column k belongs to feature
             `order[k]`.
-        table: The sixteen int8 numbers that the indices of a uint4 weight stand for; empty for a weight without a
+        table: The sixteen int8 values that the indices of a uint4 weight stand for; empty for a weight without a
             table.
     """
 
@@ -86,12 +86,12 @@ class PackedFormat:
 
     @property
     def dtype(self) -> str:
-        """The data type of a weight's numbers and zero points, such as int4 or uint8."""
+        """The data type of a weight's integer codes and zero points, such as int4 or uint8."""
         return f"{'' if self.signed else 'u'}int{self.bits}"
 
     @property
     def lowest(self) -> int:
-        """The smallest number that the weight's data type can hold."""
+        """The smallest integer that the weight's data type can hold."""
         return -(1 << (self.bits - 1)) if self.signed else 0
 
     @property
@@ -108,17 +108,17 @@ class PackedFormat:
 
     @property
     def low_bits(self) -> int:
-        """How many lower bits of each number are stored in the tensor `weight`."""
+        """How many lower bits of each integer code are stored in the tensor `weight`."""
         return 2 if self.bits < 4 else 4 if self.bits < 8 else 8
 
     @property
     def high_bits(self) -> int:
-        """How many upper bits of each number are stored apart, in the tensor `high`; 0 if the weight has none."""
+        """How many upper bits of each integer code are stored apart, in the tensor `high`; 0 if the weight has none."""
         return self.bits - self.low_bits
 
     @property
     def has_supers(self) -> bool:
-        """Whether scales and minima are whole numbers that super-scales (one for 256 inputs) multiply, as in ggml."""
+        """Whether scales and minima are integers that super-scales (one for 256 inputs) multiply, as in ggml."""
         return self.scale_dtype in SUB_SCALES
 
     @property
@@ -167,7 +167,7 @@ class PackedFormat:
 
 
 def pack(values: Array, bits: int) -> Array:
-    """Return whole numbers as the bytes to store: 8-bit numbers in their shape, 4-bit numbers two in a byte, flat."""
+    """Return integers as the bytes to store: 8-bit integers in their shape, 4-bit integers two in a byte, flat."""
     if bits == 8:
         return values.astype(np.int8 if values.min(initial=0) < 0 else np.uint8)
     flat = values.reshape(-1).astype(np.uint8) & 15
@@ -178,7 +178,7 @@ def pack(values: Array, bits: int) -> Array:
 
 
 def unpack(stored: Array, tensor: PackedTensor) -> Array:
-    """Reverse `pack`: return the whole numbers, int8 or uint8 in the tensor's shape, from stored bytes."""
+    """Reverse `pack`: return the integers, int8 or uint8 in the tensor's shape, from stored bytes."""
     if tensor.dtype in ("int8", "uint8"):
         return stored.reshape(-1).view(tensor.dtype).reshape(tensor.shape)
     flat = np.empty(stored.size * 2, np.uint8)
@@ -189,7 +189,7 @@ def unpack(stored: Array, tensor: PackedTensor) -> Array:
 
 
 def pack_fields(numbers: Array, bits: int) -> Array:
-    """Pack numbers [..., inputs] uint8 of 1 or 2 bits into [..., inputs * bits / 8] bytes.
+    """Pack integers [..., inputs] uint8 of 1 or 2 bits into [..., inputs * bits / 8] bytes.
 
     Byte i of every four bytes has the bits of the inputs i, i + 4, i + 8 and so on, the first in its lowest bits.
     """
@@ -200,7 +200,7 @@ def pack_fields(numbers: Array, bits: int) -> Array:
 
 
 def unpack_fields(stored: Array, bits: int) -> Array:
-    """Reverse `pack_fields`: return whole numbers [..., inputs] from the packed bytes."""
+    """Reverse `pack_fields`: return integers [..., inputs] from the packed bytes."""
     fields = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     apart = stored.reshape(*stored.shape[:-1], -1, 1, 4) >> fields & np.uint8((1 << bits) - 1)
     numbers: Array = apart.reshape(*stored.shape[:-1], -1)
@@ -208,10 +208,10 @@ def unpack_fields(stored: Array, bits: int) -> Array:
 
 
 def pack_sixes(numbers: Array) -> Array:
-    """Pack numbers [..., n] uint8 of 6 bits into [..., n * 6 / 8] bytes.
+    """Pack integers [..., n] uint8 of 6 bits into [..., n * 6 / 8] bytes.
 
-    Every four numbers become three bytes. The six low bits of each byte are one of the first three numbers; the two
-    high bits are bits 0 and 1, 2 and 3, or 4 and 5 of the fourth number.
+    Every four integers become three bytes. The six low bits of each byte are one of the first three integers; the two
+    high bits are bits 0 and 1, 2 and 3, or 4 and 5 of the fourth integer.
     """
     fours = numbers.reshape(*numbers.shape[:-1], -1, 4)
     last = fours[..., 3:] >> np.array([0, 2, 4], np.uint8) << 6
@@ -220,7 +220,7 @@ def pack_sixes(numbers: Array) -> Array:
 
 
 def unpack_sixes(stored: Array) -> Array:
-    """Reverse `pack_sixes`: return whole numbers of 6 bits from the packed bytes."""
+    """Reverse `pack_sixes`: return integers of 6 bits from the packed bytes."""
     threes = stored.reshape(*stored.shape[:-1], -1, 3)
     last = np.bitwise_or.reduce(threes >> 6 << np.array([0, 2, 4], np.uint8), axis=-1, keepdims=True)
     numbers: Array = np.concatenate([threes & 63, last], axis=-1).reshape(*stored.shape[:-1], -1)
@@ -228,7 +228,7 @@ def unpack_sixes(stored: Array) -> Array:
 
 
 def integers(packing: PackedFormat, outputs: int, inputs: int, stored: Mapping[str, Array]) -> Array:
-    """Return the whole numbers [outputs, inputs] of a packed weight, as int8 or uint8."""
+    """Return the integer codes [outputs, inputs] of a packed weight, as int8 or uint8."""
     numbers = unpack(stored["weight"], packing.tensors(outputs, inputs)["weight"])
     if packing.low_bits == 2:
         numbers = unpack_fields(numbers, 2)
@@ -242,8 +242,8 @@ def integers(packing: PackedFormat, outputs: int, inputs: int, stored: Mapping[s
 def scales(packing: PackedFormat, stored: Mapping[str, Array], name: str = "scale") -> NDArray[np.float32]:
     """Return the scales or minima in float32, one for each group of inputs.
 
-    A stored exponent e becomes the scale 2^(e - 128). A scale stored as a whole number is multiplied with the
-    super-scale of its 256 inputs.
+    A stored exponent e becomes the scale 2^(e - 128). A scale stored as an integer is multiplied with the super-scale
+    of its 256 inputs.
     """
     if name == "scale" and packing.scale == "exponent":
         powers: NDArray[np.float32] = np.ldexp(np.float32(1), stored["exponent"].astype(np.int32) - 128)

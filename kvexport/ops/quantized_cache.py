@@ -1,10 +1,9 @@
 """The KV cache in 8 or 4 bits: rounding and dequantizing (docs/reference/contract.md, "A quantized cache").
 
-A row (a key or a value) is rotated by a Hadamard matrix, which spreads numbers that are large in a few dimensions over
-all dimensions. The row is then rounded to multiples of one scale per row; a 4-bit cache rounds to sixteen of these
-multiples.
+A key or a value is rotated by a Hadamard matrix, which spreads large elements of a few dimensions over all dimensions.
+The vector is then rounded to multiples of a scale of its own; a 4-bit cache rounds to sixteen of these multiples.
 
-All steps are IEEE operations in a fixed order, so all backends compute the same bits from the same row.
+All steps are IEEE operations in a fixed order, so all backends compute the same bits from the same key or value.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def block_of(size: int) -> int:
 
 
 def rotated_by_hadamard(x: Tensor) -> Tensor:
-    """Return the rows x [..., D] float32 multiplied with the orthonormal Hadamard matrix H, ``x H``.
+    """Return the keys or values x [..., D] float32 multiplied with the orthonormal Hadamard matrix H, ``x H``.
 
     H has a block for every group of `block_of(D)` dimensions. H is symmetric, so a second rotation restores x.
     """
@@ -50,9 +49,9 @@ def rotated_by_hadamard(x: Tensor) -> Tensor:
 def quantized(rows: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
     """Return keys or values [..., D] float32 as int8 [..., D] or 4-bit pairs uint8 [..., D / 2], and scales [...].
 
-    The scale of a row x is ``max |x| / 127``, rounded to bfloat16. Products of a number and a scale are therefore exact
-    in float32, the largest number of a row is 127, and a dequantized row becomes the same bits again. A row of zeros
-    has the scale 0. A 4-bit code stands for the nearest number of the table `INT4`.
+    The scale of a key or value x is ``max |x| / 127``, rounded to bfloat16. Products of an integer and a scale are
+    therefore exact in float32, the largest integer of a vector is 127, and a dequantized vector becomes the same bits
+    again. A vector of zeros has the scale 0. A 4-bit code stands for the nearest integer of the table `INT4`.
     """
     largest = rows.abs().amax(-1, keepdim=True)
     scale = (largest / LEVELS).to(torch.bfloat16).to(torch.float32)
@@ -69,7 +68,7 @@ def _packed(numbers: Tensor) -> Tensor:
 
 
 def dequantized(stored: Tensor, scale: Tensor) -> Tensor:
-    """Reverse `quantized`: return rows [..., D] float32 of keys or values stored with one scale per row."""
+    """Reverse `quantized`: return float32 keys or values [..., D], of which each was stored with one scale."""
     if stored.dtype == torch.uint8:
         table = torch.tensor(PAIRS, dtype=torch.float32, device=stored.device)
         return embedding(stored.to(torch.int32), table).flatten(-2) * scale[..., None]

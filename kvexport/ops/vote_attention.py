@@ -31,12 +31,13 @@ class VoteAttentionAttributes:
 
     Attributes:
         scale: The factor of the products of queries and keys.
-        vote_exponent: The factor alpha of the bias ``alpha * ln(votes)``, where votes count the tokens of a cache slot.
+        vote_exponent: The factor alpha of the bias ``alpha * ln(votes)``, where votes is the number of tokens that a
+            cache slot stands for.
         statistics: The K statistics of received attention that are kept for every slot.
         sliding_window: The number of latest positions that are visible; 0 for all.
         softcap: The bound of logits; 0 for none.
         method: The compression method, if it has extra state (`Method.extra_state`).
-        value_prefix: The size of a value, if values are the first numbers of their keys and are not stored; otherwise
+        value_prefix: The size of a value, if values are the first elements of their keys and are not stored; otherwise
             0.
     """
 
@@ -152,7 +153,7 @@ def read_attention(
     attributes: VoteAttentionAttributes,
     last: Tensor | None = None,
 ) -> Tensor:
-    """Return the output [B, Hq, T, Dv] of queries that read a KV cache but change no statistic, 0 in padding rows.
+    """Return the output [B, Hq, T, Dv] of queries that read a KV cache but change no statistic, 0 for padding tokens.
 
     The new tokens are already in the cache `state`. `last` [B, T] is the position of the last token that each query
     sees; None for the query's own position. `vote_attention` explains the other arguments.
@@ -183,7 +184,7 @@ def _visible(
     attributes: VoteAttentionAttributes,
     last: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return which cache slots each query sees, [B, H, T, C] bool, and the bias that votes add to a slot's logit."""
+    """Return which cache slots each query sees, [B, H, T, C] bool, and the bias of each slot by its token count."""
     now = position.to(torch.int32)[:, None, :, None]  # [B, 1, T, 1]
     slot_position = slot_position[:, :, None, :]
     until = now if last is None else last.to(torch.int32)[:, None, :, None]
@@ -198,7 +199,7 @@ def _visible(
 def _probability(
     query: Tensor, keys: Tensor, bias: Tensor, sink_logits: Tensor | None, attributes: VoteAttentionAttributes
 ) -> tuple[Tensor, Tensor]:
-    """Return attention logits without the bias by votes, and attention probabilities; [B, H, Hq / H, T, C] float32."""
+    """Return attention logits without the bias ln(votes), and attention probabilities; [B, H, Hq / H, T, C] float32."""
     batch, query_heads, tokens, head_size = query.shape
     heads = keys.shape[1]
     group = query_heads // heads
@@ -217,7 +218,7 @@ def _probability(
 def _appended(
     past: Tensor, rows: Tensor, index: tuple[Tensor, ...], is_new: Tensor, past_scale: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Write new keys or values `rows` [B, H, T, D] into the cache at `index`; return the cache, stored and in float32.
+    """Write new keys or values [B, H, T, D] into the cache at `index`; return the cache, stored and in float32.
 
     A quantized cache also returns its scales. `is_new` [B, 1, T, 1] is false for padding.
     """
@@ -233,7 +234,7 @@ def _appended(
 
 
 def vote_bias(votes: Tensor, attributes: VoteAttentionAttributes) -> Tensor:
-    """Return the bias ``alpha ln(votes)`` of attention logits, where votes count the tokens of a cache slot."""
+    """Return the bias ``alpha ln(votes)`` of attention logits, where votes are the tokens that a slot stands for."""
     return attributes.vote_exponent * torch.log(votes)
 
 

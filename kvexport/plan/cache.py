@@ -225,7 +225,7 @@ def resized(x: NDArray[Any], axis: int, before: Sequence[int], after: Sequence[i
 
 
 def stored_rows(stored: NDArray[Any], scale: NDArray[Any] | None) -> NDArray[np.float32]:
-    """Return stored keys or values as float32; rows of an 8-bit or 4-bit cache stay Hadamard-rotated."""
+    """Return stored keys or values as float32; keys and values of an 8-bit or 4-bit cache stay Hadamard-rotated."""
     if scale is None:
         return stored.astype(np.float32)
     if stored.dtype == np.uint8:

@@ -320,7 +320,7 @@ def _require_plain(recipe: Recipe, geometry: Sequence[LayerGeometry], plan: Cach
 
 
 def _require_pairs(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> None:
-    """Raise UsageError for keys or values of an odd size in an int4 cache, because a byte stores two numbers."""
+    """Raise UsageError for keys or values of an odd size in an int4 cache, because a byte stores two 4-bit codes."""
     types = types_of(recipe.cache_dtype)
     for i, layer in enumerate(geometry):
         for name, size in (("key", layer.key_size), ("value", layer.value_size)):

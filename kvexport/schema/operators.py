@@ -74,7 +74,7 @@ _SLIDING_WINDOW = Attribute(
 _VALUE_PREFIX = Attribute(
     "value_prefix",
     "int",
-    "r, the size of a value, if values are the first r numbers of their keys and the state tensor `value` has size 0",
+    "r, the size of a value, if values are the first r elements of their keys and the state tensor `value` has size 0",
     least=1,
     optional=True,
 )
@@ -172,7 +172,9 @@ MERGE_CACHE = Operator(
 )
 LINEAR_ATTRIBUTES = (
     Attribute("input_heads", "int", "n: input is [B, n, T, inputs / n]; 0: it is [..., inputs]", 0, least=0),
-    Attribute("norm", "bool", "whether rows are normalised first; the input norm follows", False),
+    Attribute(
+        "norm", "bool", "whether the input vectors of tokens are normalised first; the input norm follows", False
+    ),
     Attribute("epsilon", "float", "the epsilon of that norm", 0.0, least=0.0),
     Attribute("output_heads", "ints", "for each product, the heads of its output, like input_heads", (0,), least=0),
     Attribute("bias", "ints", "for each product, whether it has a bias", (0,), least=0, most=1),
@@ -184,8 +186,8 @@ LINEAR_ATTRIBUTES = (
         "ints",
         "for each weight, the gate's last, the inputs that follow it: 0 none, the weight has the input's type; 1 a "
         "scale, 2 a scale and a zero point, 3 a scale and a minimum, 4 a scale and a table, 5 an exponent and a table; "
-        "8 more: super-scales of the scale and of the minimum; 16 more: the upper bit of 5-bit numbers; 32 more: the "
-        "upper bits of 6-bit numbers; 75: 64 more than 11, for 2-bit numbers; 89: 64 more than 25, for 3-bit numbers",
+        "8 more: super-scales of the scale and of the minimum; 16 more: the upper bit of 5-bit codes; 32 more: the "
+        "upper bits of 6-bit codes; 75: 64 more than 11, for 2-bit codes; 89: 64 more than 25, for 3-bit codes",
         least=0,
         most=89,
         optional=True,
@@ -204,11 +206,13 @@ EXPERTS_ATTRIBUTES = (
     Attribute(
         "activation",
         "word",
-        "the function of the gate, or of the only rows where experts have no gate",
+        "the function of the gate, or of the first product where experts have no gate",
         "silu",
         words=EXPERTS_ACTIVATIONS,
     ),
-    Attribute("gate", "bool", "whether `first` has the gate's rows and then the ups', instead of `inner` rows", True),
+    Attribute(
+        "gate", "bool", "whether `first` has the gate's outputs and then the ups', instead of `inner` outputs", True
+    ),
     Attribute("slope", "float", "the factor s of `silu(x) = x sigmoid(s x)`", 1.0),
     Attribute(
         "limit", "float", "gates are clamped to at most this, ups to [-limit, limit]; 0: to nothing", 0.0, least=0.0

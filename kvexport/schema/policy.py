@@ -1,8 +1,8 @@
 """The merge policy: the rules by which native kernels evict and merge cache slots, as data.
 
-A compression method whose rule combines these primitives returns a `MergePolicy` and has no code of its own. PyTorch
-interprets the policy's fields (kvexport/methods/primitives), the MergeCache node contains them as attributes, and
-native kernels read them.
+A compression method whose rule combines these primitives (rules) returns a `MergePolicy` and has no code of its own.
+PyTorch interprets the policy's fields (kvexport/methods/primitives), the MergeCache node contains them as attributes,
+and native kernels read them.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ class Fit:
 
     fit: Literal["values", "votes_and_values"] = _word(
         "values",
-        "the tensors of receiving slots that are fitted: values, or votes and then values",
+        "the tensors of receiving slots that are fitted: values, or votes (token counts) and then values",
         *("values", "votes_and_values"),
     )
     ridge: float = _number(
         0.05, "the regularization of the fit of values: the larger it is, the less they change", above=0.0
     )
     change_max: float = _number(0.1, "a head's values change by at most this share of their norm", above=0.0)
-    read_exponent: float = _number(0.0, "alpha of the bias `alpha ln(votes)` that reference queries read with")
-    vote_steps: int = _count(8, "multiplicative updates of the votes", least=0)
-    bias_max: float = _number(3.0, "fitted votes stay within exp(+-this)", above=0.0)
+    read_exponent: float = _number(0.0, "alpha of the logit bias `alpha ln(votes)` of the queries of a fit")
+    vote_steps: int = _count(8, "multiplicative updates of the votes (token counts)", least=0)
+    bias_max: float = _number(3.0, "fitted votes (token counts) stay within exp(+-this)", above=0.0)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class MergePolicy:
         "position",
         "the importance of a slot: its position, its first statistic, that statistic's bias-corrected average (stored "
         "as a logarithm), its sum over neighbouring positions, its mean per observation, or the sum of the squared "
-        "probabilities of the reference queries",
+        "probabilities of stored recent queries",
         *("position", "score", "average", "pooled", "mean", "attended"),
     )
     select_decay: float = _number(0.9, "`a` of the average in `select = average`", above=0.0, below=1.0)
@@ -102,10 +102,10 @@ class MergePolicy:
     error_exponent: float = _number(
         0.0, "b of the cost of a merge, `importance^b |key - key|^2 |value - value|^2`", least=0.0
     )
-    merged_last: bool = _switch("whether slots of more than one vote are evicted last")
+    merged_last: bool = _switch("whether slots that stand for several tokens are evicted last")
     merge: Literal["drop", "zip", "running_mean", "pair"] = _word(
         "drop",
-        "the merge of evicted slots: none; a zip into the nearest target by KeepKV's rule; a running mean in the "
+        "the merge of evicted slots: none; a zip (KeepKV's rule) into the nearest target; a running mean in the "
         "nearest residual slot; or a pair with the younger neighbour",
         *("drop", "zip", "running_mean", "pair"),
     )
@@ -116,11 +116,11 @@ class MergePolicy:
     weigh_decay: float = _number(0.9, "`a` of the last statistic, the average that weights a zip", above=0.0, below=1.0)
     zip: Literal["key", "vote", "mean"] = _word(
         "mean",
-        "the quantity that cancels the error of a zip: the key's length, fractional votes, or none (votes add up)",
+        "what cancels the error of KeepKV's merge: the key's length, a fractional token count, or nothing",
         *("key", "vote", "mean"),
     )
-    key_factor_max: float = _number(math.inf, "a key factor outside [1/x, x] falls back to fractional votes", least=1.0)
-    votes_max: float = _number(math.inf, "the most votes of a merged slot", least=1.0)
+    key_factor_max: float = _number(math.inf, "if a key's factor is outside [1/x, x], `zip: vote` applies", least=1.0)
+    votes_max: float = _number(math.inf, "the most tokens that a merged slot stands for", least=1.0)
     residual: float = _number(
         1.0,
         "the share of the targets that `running_mean` merges into: slots that have merged before, then the lowest",

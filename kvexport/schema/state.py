@@ -52,7 +52,7 @@ class StateTensor:
     def stored_dtype(self, cache_type: str) -> str:
         """Return the type of a state tensor's elements in a cache of type `cache_type`.
 
-        In an int4 cache a byte stores two numbers, the first in the low half of the byte.
+        In an int4 cache a byte stores two 4-bit codes, the first in the low half of the byte.
         """
         if self.dtype != "cache":
             return self.dtype
@@ -95,8 +95,8 @@ STATE = (
 )
 # The additional tensors of a quantized cache, whose keys and values are numbers of 8 or 4 bits.
 SCALES = (
-    StateTensor("key_scale", ("B", "S"), "float32", "the factor of a key's numbers"),
-    StateTensor("value_scale", ("B", "S"), "float32", "the factor of a value's numbers"),
+    StateTensor("key_scale", ("B", "S"), "float32", "the factor of a key's stored integers"),
+    StateTensor("value_scale", ("B", "S"), "float32", "the factor of a value's stored integers"),
 )
 # The types of a quantized cache: that of its keys, and that of its values.
 SMALL = {"int8": ("int8", "int8"), "int4": ("int4", "int4"), "k8v4": ("int8", "int4")}

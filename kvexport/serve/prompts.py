@@ -119,7 +119,7 @@ class Prompts:
     ) -> EncodedChat | None:
         """Return what a conversation adds to a snapshot; None if the conversation does not continue the snapshot.
 
-        A conversation whose pinned tokens differ from the snapshot's does not continue the snapshot.
+        A conversation whose pinned (never evicted) tokens differ from the snapshot's does not continue the snapshot.
         """
         bound, pictures = self._bound(messages)
 

@@ -116,7 +116,7 @@ def heads_of(layer: LayerCache, state: Sequence[Array]) -> list[list[Array]]:
 
 
 def named_views(layer: LayerCache, views: Sequence[Array]) -> dict[str, Array]:
-    """Return views [B, H, C, ...] of a layer's state tensors by name (keys, values, votes, ...).
+    """Return views [B, H, C, ...] of a layer's state tensors by name (keys, values, token counts, ...).
 
     Keys and values of an int8 or int4 KV cache are dequantized to float32, so the result has no scales.
     """
@@ -137,8 +137,8 @@ def state_difference(
 ) -> Difference | None:
     """Return the first difference between two states of a layer's KV cache that exceeds its tolerance, or None.
 
-    Positions must be equal. Tolerances of keys and values are relative to the norm of the vector; tolerances of votes
-    and scores are relative to the expected number.
+    Positions must be equal. Tolerances of keys and values are relative to the norm of the vector; tolerances of token
+    counts (votes) and scores are relative to the expected value.
     """
     parts = zip(named_heads(layer, actual), named_heads(layer, expected), strict=True)
     for first, (own, other) in enumerate(parts):

@@ -56,7 +56,11 @@ def measure_divergence(
     own: list[dict[int, Row]],
     full: list[dict[int, Row]],
 ) -> None:
-    """Append each sequence's KL(full cache || engine), its agreement on likeliest tokens and its losses to `result`."""
+    """Append each sequence's comparison with the full cache to `result`.
+
+    The comparison has, at each position, the KL divergence KL(full cache || engine) and whether both have the same
+    likeliest token, and the mean loss of the true tokens, in nats, with the full cache and with the engine.
+    """
     for ids, positions, engine_rows, full_rows in zip(tokens, positions_of, own, full, strict=True):
         known = [p for p in positions if p + 1 < len(ids)]
         losses = [[loss(rows[p], ids[p + 1]) for p in known] for rows in (full_rows, engine_rows)]

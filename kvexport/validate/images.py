@@ -24,7 +24,7 @@ class Picture(NamedTuple):
         return self._replace(images=replace(self.images, rows=rows))
 
     def borders(self, chunk: int) -> list[int]:
-        """Return the positions at which chunks of the picture's first tokens end."""
+        """Return the token positions at which chunks of the picture's first tokens end."""
         return chunk_borders(self.places, self.images, 0, chunk)
 
     def call(self, tokens: list[Ids], begin: int) -> CallImages | None:

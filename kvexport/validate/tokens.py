@@ -104,8 +104,8 @@ def schedule(
 ) -> Iterator[tuple[list[Ids], bool]]:
     """Yield the calls of the decoder as (tokens of every sequence, whether they belong to a prompt).
 
-    The first two thirds of every sequence, or more, are its prompt and come in chunks, which also end at `borders`.
-    Shorter sequences have no tokens left in the last calls.
+    The first two thirds of every sequence, or more, are its prompt and come in chunks, which also end at the positions
+    `borders`. Shorter sequences have no tokens left in the last calls.
     """
     rest = max(len(t) for t in tokens) if later is None else sum(later)
     split = [max(2 * len(t) // 3, len(t) - rest) for t in tokens]

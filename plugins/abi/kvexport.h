@@ -51,7 +51,7 @@ typedef struct KvStatistic {
 typedef struct KvMergePolicy {
   // the importance of a slot: its position, its first statistic, that statistic's bias-corrected average (stored as a
   // logarithm), its sum over neighbouring positions, its mean per observation, or the sum of the squared probabilities
-  // of the reference queries
+  // of stored recent queries
   int select;
   float select_decay;  // `a` of the average in `select = average`
   int pooled;  // neighbouring positions that `select = pooled` adds up, the slot's own in the middle
@@ -60,16 +60,16 @@ typedef struct KvMergePolicy {
   int order;
   int eviction_pool;  // `nearest` and `least_error` choose among so many times as many slots as have to be evicted
   float error_exponent;  // b of the cost of a merge, `importance^b |key - key|^2 |value - value|^2`
-  int merged_last;  // whether slots of more than one vote are evicted last
-  // the merge of evicted slots: none; a zip into the nearest target by KeepKV's rule; a running mean in the nearest
+  int merged_last;  // whether slots that stand for several tokens are evicted last
+  // the merge of evicted slots: none; a zip (KeepKV's rule) into the nearest target; a running mean in the nearest
   // residual slot; or a pair with the younger neighbour
   int merge;
   int measure;  // the nearness of two keys; for distance, minus its square
   float threshold;  // a slot merges only if its nearest target is nearer than this
   float weigh_decay;  // `a` of the last statistic, the average that weights a zip
-  int zip;  // the quantity that cancels the error of a zip: the key's length, fractional votes, or none (votes add up)
-  float key_factor_max;  // a key factor outside [1/x, x] falls back to fractional votes
-  float votes_max;  // the most votes of a merged slot
+  int zip;  // what cancels the error of KeepKV's merge: the key's length, a fractional token count, or nothing
+  float key_factor_max;  // if a key's factor is outside [1/x, x], `zip: vote` applies
+  float votes_max;  // the most tokens that a merged slot stands for
   // the share of the targets that `running_mean` merges into: slots that have merged before, then the lowest
   float residual;
   int mean_adds;  // whether the first statistic adds up as means per observation instead of sums
@@ -79,12 +79,12 @@ typedef struct KvMergePolicy {
 } KvMergePolicy;
 
 typedef struct KvFit {
-  int fit;  // the tensors of receiving slots that are fitted: values, or votes and then values
+  int fit;  // the tensors of receiving slots that are fitted: values, or votes (token counts) and then values
   float ridge;  // the regularization of the fit of values: the larger it is, the less they change
   float change_max;  // a head's values change by at most this share of their norm
-  float read_exponent;  // alpha of the bias `alpha ln(votes)` that reference queries read with
-  int vote_steps;  // multiplicative updates of the votes
-  float bias_max;  // fitted votes stay within exp(+-this)
+  float read_exponent;  // alpha of the logit bias `alpha ln(votes)` of the queries of a fit
+  int vote_steps;  // multiplicative updates of the votes (token counts)
+  float bias_max;  // fitted votes (token counts) stay within exp(+-this)
 } KvFit;
 
 typedef struct KvReferenceQueries {

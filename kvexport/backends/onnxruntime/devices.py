@@ -73,7 +73,7 @@ def problems(device: str) -> list[tuple[str, str]]:
 
 
 def install_gpu() -> str:
-    """Return the command that installs ONNX Runtime with CUDA, or the alternative where no wheel has it."""
+    """Return the command that installs ONNX Runtime with CUDA, or a text that says that this machine has no wheel."""
     machine = platform.machine()
     return INSTALL_GPU if (sys.platform, machine) == ("linux", "x86_64") else f"{NO_WHEEL} {sys.platform} on {machine}"
 
@@ -133,7 +133,7 @@ def graph_problem() -> str:
     """Return why the installed ONNX Runtime cannot replay decode steps and merges as CUDA graphs; "" if it can.
 
     ONNX Runtime 1.29 and 1.30 share a device's memory between sessions, and reuse memory that a captured CUDA graph
-    still reads and writes. A replay would return wrong numbers without an error.
+    still reads and writes. A replay would return wrong logits without an error.
     """
     import onnxruntime
 

@@ -90,7 +90,7 @@ class OnnxRuntimeState(ModelState):
         """Empty the KV caches of batch lanes first <= lane < last.
 
         A state of zeros is an empty KV cache. On a GPU, only the votes of the slots become zero. (Votes are the number
-        of tokens that a slot stands for; attention ignores slots without votes.) This is fast, because votes are a
+        of tokens that a slot stands for; attention ignores slots with 0 votes.) This is fast, because votes are a
         hundredth of the state's bytes.
         """
         self._settle()

@@ -18,8 +18,8 @@ class TensorRTSection(RecipeSection):
 
     plugin: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="Use of plugins for kvexport's operators. auto: if the library exists; always; never, when engines "
-        "contain the functions of the ONNX graph.",
+        description="Whether plugins run kvexport's operators. auto: if the plugins' library exists; always: a build "
+        "without it fails; never: TensorRT runs the operators' ONNX functions.",
     )
     version_compatible: bool = Field(
         False, description="Whether plans also run on later versions of TensorRT, and on the lean runtime."

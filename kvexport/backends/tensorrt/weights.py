@@ -1,6 +1,6 @@
 """The packed (4-bit) weights that TensorRT dequantizes within a matrix product.
 
-TensorRT takes signed 4-bit numbers in blocks of 64 or 128 inputs with scales above 0. Its IDequantizeLayer supports no
+TensorRT takes signed 4-bit codes in blocks of 64 or 128 inputs with scales above 0. Its IDequantizeLayer supports no
 blocks of INT8, no zero points other than 0, and only positive scales (NvInfer.h of 11.1). The block sizes come from
 TensorRT's documentation of quantization schemes. TensorRT's parser lacks the ONNX operator BitShift, so it cannot read
 single rows of a packed embedding.

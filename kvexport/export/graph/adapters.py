@@ -4,9 +4,9 @@
 =>  y = Add(p, MatMul(Mul(MatMul(x, Transpose(first)), adapter_rows), second))
 
 Here x is the projection's input, w its weight [outputs, inputs], and p its output, to which a bias may have been added.
-The LoRA matrices are inputs of the ONNX graph. `first` [rows, inputs] is the LoRA matrices A of all adapters, one below
-the other, and `second` [rows, outputs] is their matrices B, transposed and scaled. `adapter_rows` [B, 1, rows] is 1 for
-the rows of the adapter that a batch lane uses, and 0 for all other rows.
+The LoRA matrices are inputs of the ONNX graph. `first` [R, inputs] is the LoRA matrices A of all adapters, one below
+the other, where R is the sum of the adapters' ranks. `second` [R, outputs] is their matrices B, transposed and scaled.
+`adapter_rows` [B, 1, R] is 1 at the ranks of the adapter that a batch lane uses, and 0 at all others.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The decoder layers that compute the same function, found in a forward pass of the model without weights.
 
-Two layers compute the same function if they call equal operations in equal order, with equal numbers, on corresponding
-tensors. Corresponding tensors are parameters with the same name, equal constants, results of corresponding operations,
-the hidden states at the inputs, and tensors that all layers share (position embeddings). A difference is therefore
-found wherever it comes from: the config, a module's type, an attribute, or the index of the layer.
+Two layers compute the same function if they call equal operations in equal order, with equal scalar arguments, on
+corresponding tensors. Corresponding tensors are parameters with the same name, equal constants, results of
+corresponding operations, the hidden states at the inputs, and tensors that all layers share (position embeddings). A
+difference is therefore found wherever it comes from: the config, a module's type, an attribute, or the index of the
+layer.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def replicate_layers(model: ir.Model, layers: Layers, plan: CachePlan) -> bool:
     """Complete a trace that has only the layers `layers.traced()`; return whether this is possible.
 
     Every missing layer becomes a copy of the first layer that computes the same function, with its own parameters and
-    cache state. The border nodes are removed.
+    cache state. The LayerBorder nodes, which mark where layers begin and end, are removed.
     """
     graph = model.graph
     prefix = f"model.{layers.name}."
@@ -62,7 +62,10 @@ def replicate_layers(model: ir.Model, layers: Layers, plan: CachePlan) -> bool:
 
 
 def _find_layers(graph: ir.Graph, prefix: str, plan: CachePlan) -> dict[int, _Layer]:
-    """Return the traced layers between border nodes, by number; empty if layers are not joined by one hidden state."""
+    """Return the traced decoder layers by number; empty if layers are not joined by one hidden state.
+
+    Two LayerBorder nodes of the graph mark where each layer begins and ends.
+    """
     borders = {
         tuple(node.attributes[a].as_int() for a in ("layer", "end")): node for node in graph if node.op_type == BORDER
     }

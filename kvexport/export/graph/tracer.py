@@ -144,7 +144,7 @@ class _Decoder(nn.Module):
     """The PyTorch module that is traced as decoder.onnx.
 
     The module maps (input_ids, query_length, past_length, past cache state) to (logits, present_length, present cache
-    state). If rows of images have `row_size` numbers, the inputs of `CallImages` (kvexport/images/rows.py) follow
+    state). If image vectors have `row_size` elements, the inputs of `CallImages` (kvexport/images/rows.py) follow
     past_length.
     """
 

@@ -47,7 +47,7 @@ class PositionMask:
         self.visible = visible
 
     def __getitem__(self, index: Any) -> PositionMask:
-        """Return the attention mask itself if `index` selects all of its rows, as models of Gemma 4 request it."""
+        """Return the attention mask itself if `index` selects all queries, as models of Gemma 4 request it."""
         if any(part not in (slice(None), slice(0, None)) for part in index):
             raise TypeError(f"{type(self).__name__} has no part {index}")
         return self
@@ -211,7 +211,8 @@ def output_projection(model: Any) -> Any:
 class ImageRows:
     """A hook that replaces the embeddings of some tokens by embeddings that an image encoder computed.
 
-    A row may be longer than an embedding: its further numbers are added to the outputs of the first layers (deepstack).
+    A vector of an image may be longer than an embedding: its further elements are added to the outputs of the first
+    layers (deepstack).
     """
 
     def __init__(self, model: Any, size: int) -> None:

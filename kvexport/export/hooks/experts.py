@@ -44,7 +44,7 @@ EXPERTS: Any = torch.ops.kvexport.experts.default
 class Layout:
     """The layout of a tensor of expert weights in a module of transformers.
 
-    An Experts node takes [experts, outputs, inputs], with the rows of the gate before those of the up projection.
+    An Experts node takes [experts, outputs, inputs], with the outputs of the gate before those of the up projection.
     """
 
     transposed: bool  # whether the module has [experts, inputs, outputs]
@@ -108,10 +108,10 @@ def find_forms(model: nn.Module) -> None:
 
 
 def experts_form(module: Any) -> ExpertsForm:
-    """Return what an expert of `module` computes between its matrix products: the activation and its numbers.
+    """Return what an expert of `module` computes between its matrix products: the activation and its parameters.
 
     The module's own activation is run in float64 on a grid of gate and up values, and the form that gives the same
-    values is returned. Candidates for the numbers (slope, limit) are the attributes of the module.
+    values is returned. Candidates for the parameters (slope, limit) are the attributes of the module.
     """
     kind = type(module).__name__
     if getattr(module, "has_post_expert_norm", False):
@@ -157,7 +157,8 @@ def _candidates(module: Any) -> Iterator[ExpertsForm]:
 def call_experts(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor, chosen: int = 0) -> Tensor:
     """Call the placeholder of an Experts node: hidden states [N, hidden], the chosen experts and weights [N, k].
 
-    `chosen` is the number of experts of a token if it differs from k, because a token has several rows.
+    `chosen` is the number of experts of a token if it differs from k, because a token has several of the N hidden
+    states.
     """
     first = FIRST[bool(module.has_gate)]
     biases = [getattr(module, f"{name}_bias") if module.has_bias else None for name in (first, "down_proj")]

@@ -1,6 +1,6 @@
 """The shift of keys: a vector common to all keys of a KV head is subtracted before a quantized cache stores them.
 
-Some models (Qwen2) add a bias to their keys with a few very large numbers, in planes that the rotary embedding hardly
+Some models (Qwen2) add a bias to their keys with a few very large elements, in planes that the rotary embedding hardly
 rotates. A quantized cache would spend its few bits on that bias. Softmax ignores a vector that is subtracted from all
 keys, since all logits of a query then change by one number.
 """

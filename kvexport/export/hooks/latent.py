@@ -1,7 +1,7 @@
 """The latent attention hook: attention over latent vectors instead of the keys and values that they expand to.
 
-Models with latent attention (DeepSeek V3, GLM-4.7-Flash, MiniCPM 3) cache one latent vector of r numbers and one
-rotated key of p numbers for each token. The matrix `kv_b_proj` expands them to the keys and values of every head. The
+Models with latent attention (DeepSeek V3, GLM-4.7-Flash, MiniCPM 3) cache one latent vector of r elements and one
+rotated key of p elements for each token. The matrix `kv_b_proj` expands them to the keys and values of every head. The
 expansion is linear, so the query and the attention output can be multiplied with the matrix instead. The result is
 attention with one KV head, whose key is the latent vector followed by the rotated key [r + p], and whose value is the
 latent vector [r]. A merge of latent vectors in the KV cache therefore merges the keys and values of every head.
@@ -75,7 +75,7 @@ def check_expansions(model: Any) -> None:
 
 
 def _matrices(module: Any) -> Tensor:
-    """Return `kv_b_proj` by head, [Hq, n + v, r]: it expands r latent numbers to a key of n and a value of v."""
+    """Return `kv_b_proj` by head, [Hq, n + v, r]: it expands r latent elements to a key of n and a value of v."""
     weight: Tensor = module.kv_b_proj.weight
     return weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, weight.shape[1])
 

@@ -1,11 +1,11 @@
 """Parameters that transformers assembles from tensors of a checkpoint with other names or shapes.
 
 transformers' conversion rules list the tensors of a parameter and the operations on them (stacked experts, concatenated
-gate and up rows, chunks of a fused projection). kvexport runs the same operations when it writes the weight. Operations
-that treat all experts alike run one expert at a time, so that only one expert is in memory.
+gate and up projections, chunks of a fused projection). kvexport runs the same operations when it writes the weight.
+Operations that treat all experts alike run one expert at a time, so that only one expert is in memory.
 
 If a checkpoint has a packed matrix for each expert, the weight of all experts of a layer stays packed where possible:
-its rows are those of the matrices, one matrix after another, so that a build copies numbers and scales.
+its outputs are those of the matrices, one matrix after another, so that a build copies integer codes and scales.
 """
 
 from __future__ import annotations
@@ -180,7 +180,10 @@ def _run(rule: Any, named: Mapping[str, list[Tensor]], context: Any) -> dict[str
 
 
 def _by_expert(rule: Any, named: Any, shape: tuple[int, ...]) -> tuple[int, bool]:
-    """Return how many experts are computed one by one (0: operations mix them), and whether tensors stack experts."""
+    """Return how many experts are computed one by one, and whether the checkpoint's tensors stack experts.
+
+    The number of experts is 0 if an operation of the conversion rule mixes experts.
+    """
     first, *rest = rule.operations
     merges = isinstance(first, MergeModulelist) and first.dim == 0
     alone = (Concatenate, Chunk, Interleave, Transpose)
@@ -198,7 +201,10 @@ def _by_expert(rule: Any, named: Any, shape: tuple[int, ...]) -> tuple[int, bool
 
 
 def _of_one_expert(context: Any, parameters: Mapping[str, Any]) -> Any:
-    """Return a rule's context for a model of one expert, because operations compare shapes with the model's."""
+    """Return the arguments of a conversion rule's operations (`context`) for a model that has only one expert.
+
+    The operations compare the shapes of tensors with the shapes of the model's parameters.
+    """
     shapes = {name: (1, *p.shape[1:]) for name, p in parameters.items() if p.ndim == 3}
     model = SimpleNamespace(get_parameter=lambda name: SimpleNamespace(shape=torch.Size(shapes[name])))
     return SimpleNamespace(**{**vars(context), "model": model})

@@ -1,8 +1,8 @@
 """The blocks of quantized values in GGUF files (ggml), converted to packed weights with exactly the same values.
 
-The library `gguf` can only convert blocks to floats; here the numbers and their scales stay packed. Scales of 6 bits
-take 8 in a packed weight, but for those of Q3_K. ggml's K types subtract minimums and a packed weight adds them, so the
-float by which all minimums of a block are multiplied (the super-scale) is negated. Source of the layouts:
+The library `gguf` can only convert blocks to floats; here the integer codes and their scales stay packed. Scales of 6
+bits take 8 in a packed weight, but for those of Q3_K. ggml's K types subtract minimums and a packed weight adds them,
+so the float by which all minimums of a block are multiplied (the super-scale) is negated. Source of the layouts:
 ggml-quants.c; tests compare the values with `gguf.dequantize`.
 """
 
@@ -27,11 +27,10 @@ class Layout(NamedTuple):
 
 
 def _pairs(parts: Sequence[Array], width: int) -> Array:
-    """Pack 4-bit numbers two per byte, `width` numbers from each of `parts` in turn.
+    """Pack 4-bit codes two per byte, `width` codes from each of `parts` in turn.
 
-    `parts` are flat arrays with one number in each byte, seen as elements of two bytes (uint16). Few large arrays of
-    wide
-    elements make packing several times as fast as operations on single numbers.
+    `parts` are flat arrays with one code in each byte, seen as elements of two bytes (uint16). Few large arrays of wide
+    elements make packing several times as fast as operations on single codes.
     """
     run = np.dtype(f"V{width // 2}")
     packed = np.empty((len(parts[0]) * 2 // width, len(parts)), run)
@@ -45,16 +44,18 @@ def _words(stored: Array, dtype: str = "<u2") -> Array:
 
 
 def _nibbles_of(levels: Array, width: int) -> Array:
-    """Repack 4-bit numbers: of every `width` bytes the low 4 bits, then the high 4 bits of the same bytes."""
+    """Repack 4-bit codes: of every `width` bytes the low 4 bits, then the high 4 bits of the same bytes."""
     words = _words(levels)
     return _pairs((words & 0x0F0F, words >> 4 & 0x0F0F), width)
 
 
 def _fields(stored: Array, bits: int) -> Array:
-    """Repack bits of numbers as `kvexport.ops.packed.pack_fields` does.
+    """Convert 1-bit or 2-bit fields from ggml's order to that of `kvexport.ops.packed.pack_fields`.
 
-    Of each 32 bytes `stored` has the lowest `bits` bits for the first 32 numbers, the next bits for the next 32
-    numbers, and so on. Of words of four bytes, field j of word i therefore becomes field i of word j.
+    In ggml's order, 32 bytes hold the fields of 32 * 8 / bits inputs. The lowest `bits` bits of byte i belong to input
+    i,
+    the next bits to input 32 + i, and so on. In the result, byte i of every four bytes has the fields of the inputs i,
+    i + 4, i + 8 and so on.
     """
     count = 8 // bits
     words = _words(stored, "<u4").reshape(-1, 8 // count, count)

@@ -189,7 +189,7 @@ def _read(checkpoint: Checkpoint, names: Mapping[str, str], device: torch.device
 
 
 def _pick_rows(checkpoint: Checkpoint, tensor: str, device: torch.device) -> Any:
-    """Return a hook that reads only the embedding's rows of the current tokens, as the embedding may be large."""
+    """Return a hook that reads only the embeddings of the current tokens, as the embedding may be large."""
     read: tuple[list[int], NDArray[Any]] = [], np.empty(0)  # the last call's, as a text is read several times
 
     def hook(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

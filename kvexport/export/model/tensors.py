@@ -29,12 +29,12 @@ class Source(Protocol):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [outputs, inputs] of the weight, a matrix; the rows of several experts follow one another."""
+        """The shape [outputs, inputs] of the weight, a matrix; the outputs of several experts follow one another."""
         ...
 
     @property
     def packing(self) -> PackedFormat | None:
-        """The packed format of the weight's rows; None if the rows are floats."""
+        """The packed format of the weight; None if it is stored as floats."""
         ...
 
     def blocks(self) -> Iterator[dict[str, Array]]:
@@ -42,8 +42,8 @@ class Source(Protocol):
 
         A block of a float weight has the tensor `weight` [rows, inputs] float32. A block of a packed weight has the
         tensors of `PackedFormat.tensors` without the table, in the layout of `kvexport.ops.packed.pack`. Only `zero`
-        [rows, groups] has one number in each element. If the format is `ordered`, each block also has the whole
-        `order` [inputs], the permutation in which columns are stored (act-order).
+        [rows, groups] has one code in each element. If the format is `ordered`, each block also has the whole `order`
+        [inputs], the permutation in which columns are stored (act-order).
         """
         ...
 

@@ -263,7 +263,7 @@ class _Putter:
         ir.convenience.replace_all_uses_with(old, rows, replace_graph_outputs=True)
 
     def numbers(self, component: str, ids: ir.Value, count: int, group: int) -> ir.Value:
-        """Add nodes that gather rows of `count` packed numbers; return float32 [B, T, count / group, group]."""
+        """Add nodes that gather `count` packed codes for each token; return float32 [B, T, count / group, group]."""
         packing = self.packing
         shape = self.constant([0, 0, count // group, group])
         name = ROWS if component == "weight" else f"{component}_{ROWS}"
@@ -290,14 +290,14 @@ class _Putter:
         return self.node("Sub", [value, self.constant([half], np.float32)]) if packing.signed else value
 
     def halves(self, picked: ir.Value) -> ir.Value:
-        """Add nodes that unpack 4-bit numbers [B, T, bytes]; return uint8 [B, T, bytes, 2]."""
+        """Add nodes that unpack 4-bit codes [B, T, bytes]; return uint8 [B, T, bytes, 2]."""
         low = self.node("BitwiseAnd", [picked, self.constant([15], np.uint8)])
         high = self.node("BitShift", [picked, self.constant([4], np.uint8)], direction="RIGHT")
         last = self.constant([-1])
         return self.node("Concat", [self.node("Unsqueeze", [x, last]) for x in (low, high)], axis=-1)
 
     def fields(self, picked: ir.Value, bits: int, count: int) -> ir.Value:
-        """Add nodes that unpack rows of `count` numbers of 1 or 2 bits (`pack_fields`); return uint8 [B, T, ...]."""
+        """Add nodes that unpack rows of `count` codes of 1 or 2 bits (`pack_fields`); return uint8 [B, T, ...]."""
         apart = self.node("Reshape", [picked, self.constant([0, 0, count * bits // 32, 1, 4])])
         fields = self.constant([[field] for field in range(0, 8, bits)], np.uint8)
         apart = self.node("BitShift", [apart, fields], direction="RIGHT")

@@ -1,9 +1,9 @@
 """Packed weights in the layout of ONNX Runtime's MatMulNBits, GatherBlockQuantized and QMoE, which run on GPUs.
 
-Numbers in this layout are unsigned, and without a zero point 2^(bits - 1) stands for 0. Groups (inputs that share a
-scale) are powers of two, and every row of zero points begins at a byte. All conversions are exact: 2^(bits - 1) is
-added to a signed number, a larger group is divided into smaller ones with the same scale, numbers of 2 and 3 bits
-become numbers of 4 bits, numbers of a table and of 5 or 6 bits become numbers of 8 bits, and products of scales and
+Integer codes in this layout are unsigned, and without a zero point 2^(bits - 1) stands for 0. Groups (inputs that share
+a scale) are powers of two, and the zero points of every output begin at a byte. All conversions are exact: 2^(bits - 1)
+is added to a signed code, a larger group is divided into smaller ones with the same scale, codes of 2 and 3 bits become
+codes of 4 bits, codes of 5 or 6 bits and the values of a table become codes of 8 bits, and products of scales and
 super-scales become float32.
 """
 
@@ -32,7 +32,7 @@ def nbits_format(packing: PackedFormat, inputs: int) -> PackedFormat:
     """Return the format in which MatMulNBits' layout stores a packed weight with `inputs` inputs.
 
     Groups of the given format must have a multiple of 16 inputs. If the returned format is signed, the artifact stores
-    each number with 2^(bits - 1) added, because MatMulNBits takes unsigned numbers.
+    each integer code with 2^(bits - 1) added, because MatMulNBits takes unsigned codes.
     """
     bits = 8 if packing.table or packing.bits > 4 else 4
     signed = packing.signed or bool(packing.table)
@@ -82,7 +82,10 @@ class NBits:
 
 
 def _numbers(block: Mapping[str, Array], old: PackedFormat, new: PackedFormat, shape: tuple[int, int]) -> Array:
-    """Return the numbers of a block of rows [rows, inputs], given in the format `old`, as bytes of the format `new`."""
+    """Return a block's integer codes [rows, inputs], given in the packed format `old`, as bytes of the format `new`.
+
+    Indices into a table of values become these values.
+    """
     if not old.table and old.bits == new.bits:
         flipped = (0x88 if new.bits == 4 else 0x80) if new.signed else 0
         result: Array = block["weight"].reshape(-1).view(np.uint8) ^ np.uint8(flipped)

@@ -1,8 +1,8 @@
 """Quantization at build time: a float weight of a checkpoint is rounded to 4 or 8 bits in groups of inputs.
 
 For 4 bits, each group gets the scale with the smallest squared error among a few candidates. Without zero points, a
-candidate maps the group's value of the largest magnitude to the lowest or the highest number of 4 bits, or slightly
-beyond it. The candidate is then fitted to the rounded numbers by least squares, and the numbers are rounded again. For
+candidate maps the group's value of the largest magnitude to the lowest or the highest 4-bit code, or slightly beyond
+it. The candidate is then fitted to the rounded weights by least squares, and the weights are rounded again. For
 normally distributed weights the squared error is 0.9 times that of the first candidate alone, and 1.02 times that of a
 search through 80 scales.
 """

@@ -1,7 +1,7 @@
 """Least-squares fits of the kept cache slots to reference queries (recent queries that a method stores).
 
-After an eviction the values, or the votes and the values, of the kept slots are changed. The reference queries then get
-nearly the same attention outputs (and give nearly the same attention mass) as with all slots.
+After an eviction the values, or the votes (token counts) and the values, of the kept slots are changed. The stored
+queries then get nearly the same attention outputs (and give nearly the same attention mass) as with all slots.
 
 All steps of the fits are plain matrix products, because standard ONNX operators have no factorization. Native kernels
 solve the same equations by Cholesky's method.
@@ -25,7 +25,7 @@ MOST_SHARE = 34.5  # the largest logarithm of a slot's share of the mass: produc
 
 
 def fitted(fit: Fit, before: Slots, merged: Slots, evicted: Evicted) -> Slots:
-    """Return the kept slots with values, or votes and values, fitted to the stored recent queries.
+    """Return the kept slots with values, or token counts (votes) and values, fitted to the stored recent queries.
 
     After the fit, attention of these queries over the kept slots gives nearly the output that attention over all slots
     of `before` gave. `before.extra` has the queries [B, H, W, D] and the number of tokens that each has seen. Slots
@@ -96,7 +96,7 @@ def logits(slots: Slots, visible: Tensor, query: Tensor, seen: Tensor, alpha: fl
         visible: [B, H, C] bool, the slots that queries may see.
         query: [B, H, W, D] float32, multiplied by the logits' scale.
         seen: [B, H, W] int32, the tokens that each query has seen, its own included; later ones are invisible to it.
-        alpha: The factor of the bias ``alpha ln(votes)``.
+        alpha: The factor of the bias ``alpha ln(votes)``, where votes is the number of tokens of a slot.
     """
     import torch
 
@@ -159,7 +159,7 @@ def fitted_values(read: Tensor, value: Tensor, output: Tensor, free: Tensor, rid
 def inverse(gram: Tensor, ridge: float) -> Tensor:
     """Return the inverse of ``A = gram + ridge I`` by Newton's iteration ``N <- N + N (I - A N)`` (Schulz 1933).
 
-    `gram` [..., W, W] has the products of W rows whose sums of squares are at most 1, so A's eigenvalues are between
+    `gram` [..., W, W] has the products of W vectors whose sums of squares are at most 1, so A's eigenvalues are between
     `ridge` and W + ridge, and the number of steps is known. Every step corrects the rounding errors of earlier ones:
     the float32 result is accurate to about the condition number times 6e-8.
     """
@@ -206,7 +206,7 @@ def fitted_votes(
 
 
 def fitted_mass(read: Tensor, shares: Tensor, kept: Tensor, free: Tensor, steps: int) -> Tensor:
-    """Return factors [B, H, C] for the votes of kept slots, so that they get the attention mass of all slots.
+    """Return factors [B, H, C] for the token counts of kept slots, so that they get the attention mass of all slots.
 
     The factors f solve the non-negative least-squares fit ``min |sum_j f_j P_ij - 1|`` over the queries i, where P_ij
     is the share of slot j in the mass of query i. The multiplicative updates (Lee and Seung 2001) start at 1 and stay

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def merge(policy: MergePolicy, statistics: tuple[Statistic, ...], slots: Slots, evicted: Evicted) -> Slots:
-    """Return the slots after evicted slots merged as `policy` says, and after the policy's fit of the kept slots."""
+    """Return the slots after the merge, and the fit of kept slots to recent queries, that `policy` describes."""
     merged = _merged(policy, statistics, slots, evicted)
     return merged if policy.fit is None else fitted(policy.fit, slots, merged, evicted)
 
@@ -66,7 +66,7 @@ def residual_slots(policy: MergePolicy, slots: Slots, evicted: Evicted) -> Tenso
     """Return a mask [B, H, C] of the residual slots, into which evicted slots merge as a running mean.
 
     Of the slots into which evicted slots may merge, the fraction `policy.residual` (at least one slot) is residual:
-    first the slots that have merged before, then the slots of lowest importance.
+    first the slots that have received a merge before, then the slots of lowest importance.
     """
     import torch
 

@@ -2,7 +2,8 @@
 
 The slots that are neither sinks nor recent form, in order of position, the pairs (1, 2), (3, 4), ..., so no slot is in
 two pairs. The least attended pairs merge: the older slot is evicted into the younger. Values become means weighted by
-votes, and votes add up. If merging pairs does not free enough slots, the least attended slots are dropped.
+votes (the tokens that a slot stands for), and votes add up. If merging pairs does not free enough slots, the least
+attended slots are dropped.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ def pair_order(scores: Tensor, unprotected: Tensor, *, share: bool) -> Tensor:
 
 
 def merge_pairs(policy: MergePolicy, slots: Slots, evicted: Evicted) -> tuple[MergeSets, Tensor, Tensor, Tensor]:
-    """Merge V pairs of slots; return the pairs, the merged keys and values [B, H, V, D], and votes [B, H, V].
+    """Merge V pairs of slots; return the pairs, merged keys and values [B, H, V, D] and token counts [B, H, V].
 
     The older key is rotated to the position of the younger one. The key is the mean of both by `key_weights`, the value
-    ``sum n v / sum n`` and the votes ``sum n``.
+    ``sum n v / sum n`` and the token count ``sum n``.
     """
     import torch
 

@@ -1,8 +1,8 @@
 """Merge sets: a target, which is a kept cache slot, and all the evicted slots that merge into it at once.
 
-The merged key, value, votes and scores are computed once for each evicted slot, because few slots are evicted. All
-evicted slots of one set therefore compute the same result. The first evicted slot writes the result to the target. All
-further evicted slots write it to their own slots, which are dropped afterwards.
+The merged key, value, votes (token count) and scores are computed once for each evicted slot, because few slots are
+evicted. All evicted slots of one set therefore compute the same result. The first evicted slot writes the result to the
+target. All further evicted slots write it to their own slots, which are dropped afterwards.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class MergeSets:
         """Return the K merged attention statistics [B, H, V, K] of each evicted slot's merge set.
 
         Sums of attention probabilities add up. Averages of exp(logit), which are stored as logarithms, become their
-        mean weighted by votes. A statistic of kind ``none`` keeps the kept slot's value.
+        mean weighted by votes (token counts). A statistic of kind ``none`` keeps the kept slot's value.
         """
         import torch
 
@@ -92,7 +92,7 @@ class MergeSets:
         return torch.stack(rows, dim=-1)
 
     def write(self, slots: Slots, key: Tensor | None, value: Tensor, votes: Tensor, score: Tensor) -> Slots:
-        """Write the merged key, value, votes and statistics of each set into its target slot; return all slots.
+        """Write the merged key, value, token count and statistics of each set into its target slot; return all slots.
 
         The target's position becomes the latest position of the set.
         """
@@ -132,9 +132,9 @@ def merge_sets(evicted: Evicted, targets: Tensor, merges: Tensor) -> MergeSets:
 
 
 def squared_distances(x: Tensor, rows: Tensor) -> Tensor:
-    """Return the squared distances [B, H, V, C] between the vectors `rows` of x [B, H, C, D] and all C vectors of x.
+    """Return the squared distances [B, H, V, C] between V vectors of x [B, H, C, D] and all its C vectors.
 
-    The rounding error is about 1e-6 of the vectors' squared norms.
+    The V vectors are those at the indices `rows`. The rounding error is about 1e-6 of the vectors' squared norms.
     """
     x = x.float()
     square = (x * x).sum(-1)

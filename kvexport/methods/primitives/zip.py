@@ -1,4 +1,4 @@
-"""KeepKV's merge rule (arXiv 2504.09936): means weighted by votes times exp(logit), and a correction of the error."""
+"""KeepKV's merge rule (arXiv 2504.09936): means weighted by token count times exp(logit), and an error correction."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 def zipped(
     slots: Slots, sets: MergeSets, logit: Tensor, mode: str, key_factor_max: float = math.inf
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the merged key and value [B, H, V, D] and votes [B, H, V] of every set by KeepKV's rule.
+    """Return the merged key and value [B, H, V, D] and token count [B, H, V] of every set by KeepKV's rule.
 
-    The weight of a slot is ``w = p exp(logit)`` with its votes p. The key is ``sum w k / sum w``, and the value
-    likewise. With ``L = sum w logit / sum w``, the mode ``mean`` adds votes up; ``vote`` stores fractional votes,
-    exp(ln(sum w) - L); ``key`` adds votes up and scales the key by ``(ln(sum w) - ln(sum p)) / L`` (Eq. 7 of the
-    paper), or does as ``vote`` if that factor is outside [1/x, x] for the bound x = `key_factor_max`.
+    The weight of a slot is ``w = p exp(logit)`` with its token count p (votes). The key is ``sum w k / sum w``, and the
+    value likewise. With ``L = sum w logit / sum w``, the mode ``mean`` adds token counts up; ``vote`` stores the
+    fractional count exp(ln(sum w) - L); ``key`` adds counts up and scales the key by ``(ln(sum w) - ln(sum p)) / L``
+    (Eq. 7 of the paper), or does as ``vote`` if that factor is outside [1/x, x] for the bound x = `key_factor_max`.
     """
     import torch
 
@@ -51,8 +51,9 @@ def zipped(
 def key_factor(log_mean: Tensor, mean_logit: Tensor) -> Tensor:
     """Return the factor ``ln m / L`` by which KeepKV scales a merged key (Eq. 7 of arXiv 2504.09936); [B, H, V].
 
-    ln m is the logarithm of the votes-weighted mean of exp(logit), and L the mean of the logits by weight. The factor
-    is infinite at the pole L = 0, and 1 if both are equal up to rounding, where L may be 0 and the ratio noise.
+    ln m is the logarithm of the mean of exp(logit), weighted by token counts, and L the mean of the logits by weight.
+    The factor is infinite at the pole L = 0, and 1 if both are equal up to rounding, where L may be 0 and the ratio
+    noise.
     """
     import torch
 

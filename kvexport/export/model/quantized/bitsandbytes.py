@@ -1,8 +1,8 @@
 """Reader of bitsandbytes' weights of 4 bits, NF4 and FP4.
 
-The sixteen numbers of bitsandbytes are a table of floats. Its blocks of 64 numbers run over the flattened matrix, with
-the first number of a byte in the high half. The weights are therefore cast to floats. Source: bitsandbytes' QuantState
-and dequantize_4bit.
+A 4-bit code of bitsandbytes is an index into a table of sixteen floats. Its blocks of 64 codes run over the flattened
+matrix, with the first code of a byte in the high half. The weights are therefore cast to floats. Source: bitsandbytes'
+QuantState and dequantize_4bit.
 """
 
 from __future__ import annotations

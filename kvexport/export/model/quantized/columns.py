@@ -3,8 +3,8 @@
 GPTQ packs neighbouring inputs: word [k / 8, n] holds inputs k to k + 7 of output n, from the lowest bits up. Version 1
 of GPTQ stores each zero point minus 1. The tensor `g_idx` has the group of every input. If groups are not contiguous
 ("act-order"), kvexport sorts the columns by group. AWQ packs neighbouring outputs: word [k, n / 8] holds outputs n to n
-+ 7 of input k, in the order 0, 2, 4, 6, 1, 3, 5, 7. In GPTQ and AWQ a weight is (number - zero) * scale. Sources:
-AutoGPTQ's qlinear_cuda, GPTQModel's convert_gptq_v1_to_v2_format, AutoAWQ's packing_utils.
++ 7 of input k, in the order 0, 2, 4, 6, 1, 3, 5, 7. In GPTQ and AWQ a weight is (code - zero) * scale, with an integer
+code. Sources: AutoGPTQ's qlinear_cuda, GPTQModel's convert_gptq_v1_to_v2_format, AutoAWQ's packing_utils.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BLOCK_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class ColumnPacked:
-    """A weight of a GPTQ or AWQ checkpoint: 32-bit words that pack the numbers of a matrix [inputs, outputs]."""
+    """A weight of a GPTQ or AWQ checkpoint: 32-bit words that pack the integer codes of a matrix [inputs, outputs]."""
 
     qweight: TensorEntry
     qzeros: TensorEntry
@@ -93,7 +93,7 @@ class ColumnPacked:
 
 
 def _awq_numbers(words: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return the 4-bit numbers [rows, outputs] of AWQ's words, which are given as bytes [rows, outputs / 2]."""
+    """Return the 4-bit codes [rows, outputs] of AWQ's words, which are given as bytes [rows, outputs / 2]."""
     numbers = halves(words)
     ordered: NDArray[np.uint8] = numbers.reshape(len(words), -1, 8)[..., _AWQ_ORDER]
     return ordered.reshape(len(words), -1)

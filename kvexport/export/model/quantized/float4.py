@@ -1,13 +1,13 @@
 """Readers of weights in 4-bit floats: NVFP4 and MXFP4.
 
 A 4-bit float of type E2M1 is 0, 0.5, 1, 1.5, 2, 3, 4, 6 or the negative of one of these. A byte holds two of them, the
-first input in the low half. Twice each number is an integer, so such weights become packed weights with half the scale,
-whose numbers are 4-bit indices into a table of sixteen integers. In NVFP4 the scale of 16 inputs is an 8-bit float
-times one float for the whole tensor (compressed-tensors stores the reciprocal of that float). In MXFP4 the scale of 32
-inputs is a power of two, stored as its exponent plus 127.
+first input in the low half. Twice each float is an integer, so such weights become packed weights with half the scale.
+Their 4-bit codes are indices into a table of sixteen integers. In NVFP4 the scale of 16 inputs is an 8-bit float times
+one float for the whole tensor (compressed-tensors stores the reciprocal of that float). In MXFP4 the scale of 32 inputs
+is a power of two, stored as its exponent plus 127.
 
 gpt-oss has its experts in MXFP4: `{name}_blocks` [experts, outputs, groups, 16] U8 and `{name}_scales` [experts,
-outputs, groups] U8. Rows of the gate and the up projection alternate. An artifact has the same bytes.
+outputs, groups] U8. Outputs of the gate and the up projection alternate. An artifact has the same bytes.
 
 Sources: compressed-tensors' NVFP4PackedCompressor, ModelOpt's NVFP4QTensor, transformers' `convert_moe_packed_tensors`;
 OCP Microscaling Formats 1.0.
@@ -90,7 +90,7 @@ class Float4:
 
 
 def float4(name: str, entry: TensorEntry, tensors: Tensors, prefix: str, total: str, *, divides: bool) -> Float4:
-    """Return the weight whose packed numbers are the tensor `entry`: MXFP4 if its scales are integers, else NVFP4."""
+    """Return the weight whose packed codes are the tensor `entry`: MXFP4 if its scales are integers, else NVFP4."""
     scale = require(tensors, f"{prefix}.weight_scale", name)
     if entry.dtype != "U8" or len(entry.shape) != 2:
         raise wrong(entry, "U8, a matrix")
@@ -119,7 +119,7 @@ def read_nvfp4(_: Mapping[str, Any], tensors: Tensors) -> Read:
 
 @dataclass(frozen=True)
 class Mxfp4Experts:
-    """The MXFP4 weight [experts, outputs, inputs] of a layer's experts, with gate rows before up rows."""
+    """The MXFP4 weight [experts, outputs, inputs] of a layer's experts, with the gate's outputs before the ups'."""
 
     name: str  # parameter of the model
     weight: TensorEntry  # numbers, two in a byte

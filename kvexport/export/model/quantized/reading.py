@@ -76,7 +76,7 @@ def column_bytes(entry: TensorEntry, columns: range) -> NDArray[np.uint8]:
 
 
 def halves(stored: Array) -> NDArray[np.uint8]:
-    """Return the 4-bit numbers that bytes pack along the last axis, the low half of each byte first."""
+    """Return the 4-bit codes that bytes pack along the last axis, the low half of each byte first."""
     numbers = np.empty((*stored.shape[:-1], stored.shape[-1] * 2), np.uint8)
     numbers[..., 0::2], numbers[..., 1::2] = stored & 15, stored >> 4
     return numbers

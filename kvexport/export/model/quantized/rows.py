@@ -1,10 +1,10 @@
-"""Readers of compressed-tensors checkpoints and of 8-bit floats: numbers of a weight matrix [outputs, inputs].
+"""Readers of compressed-tensors checkpoints and of 8-bit floats: packed weight matrices [outputs, inputs].
 
-`pack-quantized` packs numbers along the inputs in words of 32 bits, from the lowest bits up. Half of the range was
-added to each number. Its zero points are packed in the same way along the outputs. `int-quantized` stores int8. The
+`pack-quantized` packs integer codes along the inputs in words of 32 bits, from the lowest bits up. Half of the range
+was added to each code. Its zero points are packed in the same way along the outputs. `int-quantized` stores int8. The
 module float4.py reads 4-bit floats. 8-bit floats (`float-quantized`, ModelOpt's FP8, transformers' fp8) are cast: a
-weight is float * scale, with one scale for the tensor, a row, or a block. Sources: compressed-tensors' pack_to_int32,
-dequantize; transformers' finegrained_fp8; ModelOpt's hf_quant_config.
+weight is float * scale, with one scale for the tensor, an output, or a block. Sources: compressed-tensors'
+pack_to_int32, dequantize; transformers' finegrained_fp8; ModelOpt's hf_quant_config.
 """
 
 from __future__ import annotations

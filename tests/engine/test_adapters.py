@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,14 +179,6 @@ def test_a_snapshot_of_another_adapter_is_refused(engine: Engine, adapted_artifa
     run(engine, plain)
     with pytest.raises(SnapshotError, match="of the model without an adapter, the request is for one"):
         engine.add(request(engine, [3], "one", start=plain.snapshot))
-
-
-def test_only_snapshots_with_an_adapter_have_the_newer_format(engine: Engine) -> None:
-    plain = request(engine, PROMPTS[1], None, keep=True)
-    run(engine, plain)
-    data = plain.snapshot.to_bytes()
-    assert b'"adapter"' not in data
-    assert replace(plain.snapshot, adapter="0" * 64).to_bytes()[8] == 3 > data[8]
 
 
 def test_an_unknown_name_is_refused(engine: Engine) -> None:

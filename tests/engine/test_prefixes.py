@@ -12,7 +12,6 @@ from kvexport.engine.load import load
 from kvexport.engine.options import EngineOptions
 from kvexport.engine.prefixes import Prefixes
 from kvexport.engine.request import Request
-from tests.support.answers import answers
 
 CHUNK = 16
 SHARED = [7 * i % 61 for i in range(100)]
@@ -32,7 +31,10 @@ def engine(tiny_artifact: Path) -> Engine:
 
 def answered(engine: Engine, *prompts: list[int], **settings: Any) -> list[Request]:
     requests = [Request(ids, engine.settings(max_new_tokens=12, **settings)) for ids in prompts]
-    answers(engine, *requests)
+    for request in requests:
+        engine.add(request)
+    while engine.busy:
+        engine.step()
     return requests
 
 

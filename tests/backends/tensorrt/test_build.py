@@ -113,7 +113,7 @@ def test_engines_are_rebuilt_in_place(tiny_artifact: Path, tmp_path: Path, gpu: 
     gpu.name, gpu.capability = "Another GPU", (12, 0)
     assert rebuild(artifact) == artifact
     assert load_manifest(artifact).engines["tensorrt"]["gpu"]["name"] == "Another GPU"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "cache"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
 
 
 def test_a_recipe_builds_engines_or_stops_at_the_graphs(tiny_recipe: Path, tmp_path: Path, gpu: Any) -> None:
@@ -181,7 +181,7 @@ def test_a_failed_build_leaves_the_artifact_and_gives_a_reason(
     with pytest.raises(KvexportError, match=r"decoder.onnx: Could not find any implementation"):
         rebuild(artifact)
     assert (artifact / "manifest.json").read_bytes() == before
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "cache"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
 
 
 def test_an_interrupt_ends_the_build(

@@ -382,6 +382,7 @@ def decoder_tables() -> dict[str, str]:
         "decoders": decoders(),
         "decoders file": decoders_of_a_file("avx512vnni"),
         "decoders file amx": decoders_of_a_file("amx"),
+        "many sessions": many_sessions("qwen2.5-coder-1.5b"),
     }
 
 
@@ -423,6 +424,42 @@ def decoders_of_a_file(isa: str) -> str:
     sides = ("kvexport, full cache", "kvexport, 512 slots", "llama.cpp", "OpenVINO GenAI")
     over = ("full cache / llama.cpp", "512 slots / llama.cpp", "full cache / OpenVINO GenAI")
     return table(("tokens", *sides, *over), *rows)
+
+
+SIDES = {
+    "kvexport": "kvexport, {slots} slots, int8",
+    "int4": "kvexport, {slots} slots, int4",
+    "llamacpp": "llama.cpp, full cache, q8_0",
+    "openvino": "OpenVINO GenAI, full cache, 8 bits",
+    "evicting": "OpenVINO GenAI, evicting to {slots} tokens",
+}
+
+
+def many_sessions(name: str) -> str:
+    """Return the table of several sessions at once, by program."""
+    rows = []
+    for key, sides in load(f"many-sessions-{name}").items():
+        if not isinstance(sides, dict) or "kvexport" not in sides:
+            continue
+        for side, r in sides.items():
+            ratio = sides["kvexport"]["decoded_tokens_per_second"] / r["decoded_tokens_per_second"]
+            speeds = f"{r['prompt_tokens_per_second']:.0f}", f"{r['decoded_tokens_per_second']:.1f}"
+            bandwidth = " ".join(f"{x:.0f}" for x in r["bandwidth_GBps"])
+            label = SIDES[side].format(slots=f"{r['slots']:,}")
+            rows.append((key, label, *speeds, f"{ratio:.2f}", f"{r['peak_MB'] / 1000:.1f}", bandwidth))
+    speeds = "prompt, tokens/s", "decode, tokens/s", "kvexport's decode speed, relative"
+    return table(("sessions", "program", *speeds, "peak memory, GB", "bandwidth, GB/s"), *rows)
+
+
+def conversations(name: str) -> str:
+    """Return the table of facts, code, quotes and calls of tools behind a compressed conversation."""
+    found = load(f"conversations-{name}")
+    kinds = list(found["questions"])
+    rows = []
+    for row in found["rows"]:
+        parts = [f"{row[x][0]:.2f} [{row[x][1]:.2f}, {row[x][2]:.2f}]" if x in row else "" for x in kinds]
+        rows.append((setting_name(row["setting"]), *parts))
+    return table(("cache", *(f"{kind} ({found['questions'][kind]})" for kind in kinds)), *rows)
 
 
 def _type_row(name: str, result: dict[str, Any]) -> tuple[str, str]:
@@ -485,16 +522,21 @@ def length_figure() -> str:
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 
 
+def setting_name(setting: str) -> str:
+    """Return a setting of ruler.py, such as default:cache.dtype=int8/512, in words."""
+    label, _, slots = setting.partition("/")
+    method, _, dtype = label.partition(":cache.dtype=")
+    words = "full cache" if method == "full" else "default" if method == "default" else f"`{method}`"
+    return ", ".join(filter(None, [words, slots and f"{int(slots):,} slots", dtype or "float32"]))
+
+
 def ruler(name: str) -> str:
     """Return the table of RULER's scores of a model, with the mean's interval, by setting."""
     result = load(f"ruler-{name}")
     tasks = [key for key in result["rows"][0] if key not in ("setting", "bytes", "mean")]
     lines = []
     for row in sorted(result["rows"], key=lambda row: -row["mean"][0]):
-        label, _, slots = row["setting"].partition("/")
-        method, _, dtype = label.partition(":cache.dtype=")
-        words = "full cache" if method == "full" else "default" if method == "default" else f"`{method}`"
-        shown_name = ", ".join(filter(None, [words, slots and f"{slots} slots", dtype or "float32"]))
+        shown_name = setting_name(row["setting"])
         value, low, high = row["mean"]
         scores = [f"{row[task][0]:.2f}" for task in tasks]
         lines.append((shown_name, f"{row['bytes'] / 1e6:.1f}", f"{value:.2f} [{low:.2f}, {high:.2f}]", *scores))

@@ -109,7 +109,7 @@ def measure(threads: int, rounds: int, dtype: str, statistic: str, cache_type: s
     The share of a round is relative to the better of the two measurements of the bandwidth around it.
     """
     ort_session, bound, nbytes = session(threads, dtype, statistic, cache_type)
-    votes = bound[1]["past_votes"]
+    votes = bound[1]["past_votes"].reshape(BATCH, HEADS, SLOTS + 1)  # a view
     shares, rates = [], []
     before = read_bandwidth(256, threads, 0.1)
     for _ in range(rounds):

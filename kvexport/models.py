@@ -123,6 +123,7 @@ def calibrated_recipe(
     max_length: int | None = None,
     overrides: Sequence[str] = (),
     calibrate: bool | None = None,
+    recipe: LoadedRecipe | None = None,
     progress: Show = silent,
 ) -> LoadedRecipe:
     """Return the recipe of a model that has no recipe file, with measured budgets if they can be measured.
@@ -130,10 +131,11 @@ def calibrated_recipe(
     Measured budgets give more cache slots to KV heads that lose more by evictions. If `overrides` divide the budget
     (`cache.allocation`), nothing is measured. With `calibrate` None, budgets are measured if the model and the machine
     allow it, on fewer texts for a larger model. With True they are measured on all texts, or an error is raised.
+    `recipe` is what `model_recipe` returns for these arguments, if that is known.
     """
     from kvexport.calibrate.default import with_measured_budgets
 
-    recipe = model_recipe(model, budget, max_length=max_length, overrides=overrides)
+    recipe = recipe or model_recipe(model, budget, max_length=max_length, overrides=overrides)
 
     def changed(settings: Sequence[str]) -> LoadedRecipe:
         return model_recipe(model, budget, max_length=max_length, overrides=[*overrides, *settings])
@@ -149,8 +151,8 @@ def find_artifact(
     overrides: Sequence[str] = (),
     calibrate: bool | None = None,
     progress: Show = silent,
-) -> Path:
-    """Return the artifact folder of a model, built into the user's cache folder if it is not there yet.
+) -> tuple[Path, bool]:
+    """Return the artifact folder of a model in the user's cache folder, and whether this call built it.
 
     The folder's name contains a hash of the checkpoint's headers, of the size and time of its files, of the recipe, of
     `calibrate` and of kvexport's version. A model that changes in place is therefore built again. A `source` that is
@@ -163,7 +165,7 @@ def find_artifact(
                 f"{source} is no model but an artifact, whose budget, length and settings are fixed",
                 "leave --budget, --max-length, --calibrate and --set out, or name the model in place of the artifact",
             )
-        return Path(source)
+        return Path(source), False
     recipe = model_recipe(source, budget, max_length=max_length, overrides=overrides)
     from kvexport.export.build import build
     from kvexport.export.model.cached import cache_folder, make_cache_folder
@@ -174,12 +176,17 @@ def find_artifact(
         checkpoint = open_checkpoint(named.path, named.revision, mmproj=named.mmproj)
     folder = cache_folder("artifacts") / f"{recipe.name}-{_key(recipe, checkpoint, calibrate)[:16]}"
     if is_artifact(folder):
-        return folder
+        return folder, False
     make_cache_folder(folder.parent)
-    recipe = calibrated_recipe(
-        source, budget, max_length=max_length, overrides=overrides, calibrate=calibrate, progress=progress
-    )
-    return build(recipe.recipe, folder, name=recipe.name, divergence=recipe.divergence, progress=progress)
+    measured = calibrated_recipe(
+        source, budget, max_length=max_length, overrides=overrides, calibrate=calibrate, recipe=recipe,
+        progress=progress,
+    )  # fmt: skip
+    build(
+        measured.recipe, folder, name=measured.name, divergence=measured.divergence, progress=progress,
+        checkpoint=checkpoint if calibrate is False else None,  # it may change during a calibration
+    )  # fmt: skip
+    return folder, True
 
 
 def is_model(source: str) -> bool:
@@ -329,7 +336,7 @@ def load(
     """
     from kvexport.engine.load import load as load_artifact
 
-    path = find_artifact(
+    path, built = find_artifact(
         source, budget, max_length=max_length, overrides=overrides, calibrate=calibrate, progress=progress
     )
     return load_artifact(
@@ -338,7 +345,7 @@ def load(
         backend=backend,
         device=device,
         cuda_graph=cuda_graph,
-        verify=verify,
+        verify=verify and not built,
         float_input=float_input,
         lanes=lanes,
         adapters=adapters,

@@ -49,6 +49,7 @@ def load(
     loaded = load_adapters(manifest, adapters or {})
     with ThreadPoolExecutor(1) as pool:
         # A tokenizer takes tenths of a second, in which this thread waits for the backend.
-        tokenizer = pool.submit(Tokenizer.from_folder, path) if (path / FILE_NAME).exists() else None
+        reading = pool.submit(Tokenizer.from_folder, path) if (path / FILE_NAME).exists() else None
         model = runtime.load(path, manifest, LoadOptions(threads, device, cuda_graph, float_input, loaded))
-    return Engine(path, manifest, model, options, loaded, tokenizer and tokenizer.result())
+    tokenizer = None if reading is None else reading.result()
+    return Engine(path, manifest, model, options, loaded, tokenizer)

@@ -125,6 +125,7 @@ def calibrated_recipe(
     max_length: int | None = None,
     overrides: Sequence[str] = (),
     calibrate: bool | None = None,
+    recipe: LoadedRecipe | None = None,
     progress: Show = silent,
 ) -> LoadedRecipe:
     """Make a recipe for a model that has no recipe file, with a measured budget for each KV head if possible.
@@ -132,13 +133,13 @@ def calibrated_recipe(
     Measured budgets give more cache slots to KV heads whose evictions raise the model's loss more. If `overrides`
     divide the budget (`cache.allocation`), nothing is measured. With `calibrate` None, budgets are measured if the
     model and the machine allow it, on fewer texts for a larger model. With True they are measured on all texts, or an
-    error is raised.
+    error is raised. `recipe` is what `model_recipe` returns for these arguments, if that is known.
     """
     from kvexport.calibrate.default import with_measured_budgets
 
-    recipe = model_recipe(model, budget, max_length=max_length, overrides=overrides)
+    recipe = recipe or model_recipe(model, budget, max_length=max_length, overrides=overrides)
     named = [key for x in overrides if (key := x.partition("=")[0].strip()) in ("cache.method", "cache.budget")]
-    if budget is None and not named and (full := _without_cache(model, max_length, overrides)) is not None:
+    if budget is None and not named and (full := _without_cache(recipe, model, max_length, overrides)) is not None:
         say(f"cache.method is full, because no layer of {model} attends, so it has no KV cache to compress")
         return full
 
@@ -148,14 +149,16 @@ def calibrated_recipe(
     return with_measured_budgets(recipe, changed, calibrate=calibrate, progress=progress)
 
 
-def _without_cache(model: str, max_length: int | None, overrides: Sequence[str]) -> LoadedRecipe | None:
+def _without_cache(
+    recipe: LoadedRecipe, model: str, max_length: int | None, overrides: Sequence[str]
+) -> LoadedRecipe | None:
     """Return the recipe of a model without a KV cache, or None if a layer of the model attends."""
     from kvexport.export.build import read_model
 
     with contextlib.suppress(UsageError):  # the build raises the error again
-        full = model_recipe(model, max_length=max_length, overrides=[*overrides, "cache.method=full"])
-        config = _config(full.recipe.model.path, full.recipe.model.revision)
+        config = _config(recipe.recipe.model.path, recipe.recipe.model.revision)
         if not {"num_attention_heads", "text_config"} & config.keys():  # the model itself is read only if it is open
+            full = model_recipe(model, max_length=max_length, overrides=[*overrides, "cache.method=full"])
             return None if read_model(full.recipe, weights=False).plan.caches else full
     return None
 
@@ -168,8 +171,8 @@ def find_artifact(
     overrides: Sequence[str] = (),
     calibrate: bool | None = None,
     progress: Show = silent,
-) -> Path:
-    """Return the artifact folder of a model, built into the user's cache folder if it is not there yet.
+) -> tuple[Path, bool]:
+    """Return the artifact folder of a model in the user's cache folder, and whether this call built it.
 
     The folder's name contains a hash of the checkpoint's headers, of the size and time of its files, of the recipe, of
     `calibrate` and of kvexport's version. A model that changes in place is therefore built again. If `source` is
@@ -183,7 +186,7 @@ def find_artifact(
                 f"{source} is no model but an artifact, whose budget, length and settings are fixed",
                 "leave --budget, --max-length, --calibrate and --set out, or name the model in place of the artifact",
             )
-        return Path(source)
+        return Path(source), False
     recipe = model_recipe(source, budget, max_length=max_length, overrides=overrides)
     from kvexport.export.build import build
     from kvexport.export.model.cached import cache_folder, make_cache_folder
@@ -194,12 +197,17 @@ def find_artifact(
         checkpoint = open_checkpoint(named.path, named.revision, mmproj=named.mmproj)
     folder = cache_folder("artifacts") / f"{recipe.name}-{_key(recipe, checkpoint, calibrate)[:16]}"
     if is_artifact(folder):
-        return folder
+        return folder, False
     make_cache_folder(folder.parent)
-    recipe = calibrated_recipe(
-        source, budget, max_length=max_length, overrides=overrides, calibrate=calibrate, progress=progress
-    )
-    return build(recipe.recipe, folder, name=recipe.name, divergence=recipe.divergence, progress=progress)
+    measured = calibrated_recipe(
+        source, budget, max_length=max_length, overrides=overrides, calibrate=calibrate, recipe=recipe,
+        progress=progress,
+    )  # fmt: skip
+    build(
+        measured.recipe, folder, name=measured.name, divergence=measured.divergence, progress=progress,
+        checkpoint=checkpoint if calibrate is False else None,  # it may change during a calibration
+    )  # fmt: skip
+    return folder, True
 
 
 def is_model(source: str) -> bool:
@@ -349,7 +357,7 @@ def load(
     """
     from kvexport.engine.load import load as load_artifact
 
-    path = find_artifact(
+    path, built = find_artifact(
         source, budget, max_length=max_length, overrides=overrides, calibrate=calibrate, progress=progress
     )
     return load_artifact(
@@ -358,7 +366,7 @@ def load(
         backend=backend,
         device=device,
         cuda_graph=cuda_graph,
-        verify=verify,
+        verify=verify and not built,
         float_input=float_input,
         lanes=lanes,
         adapters=adapters,

@@ -6,8 +6,9 @@ Each start is a process of its own, with a cache folder that is empty before the
 (--no-calibrate). A part has wall seconds and processor seconds, without those of the parts within it. Parts that run
 beside others are marked by `beside`: the wall seconds of the rest add up to the whole. Processor seconds of a part are
 those of its own thread, and of all threads for parts that run the model; `processes` are those of processes that were
-started. Bytecode is compiled before, into --work (pip does that when it installs), and files are in the page cache.
---root measures another checkout of kvexport. Rows are kept in results/first-answer.json.
+started, such as the one that writes the weights. Bytecode is compiled before, into --work (pip does that when it
+installs), and files are in the page cache. --root measures another checkout of kvexport. Rows are kept in
+results/first-answer.json.
 """
 
 from __future__ import annotations

@@ -24,9 +24,11 @@ def load_engine(
     from kvexport.models import find_artifact
     from kvexport.terminal import show
 
-    path = find_artifact(source, budget, max_length=max_length, overrides=overrides, calibrate=calibrate, progress=show)
+    path, built = find_artifact(
+        source, budget, max_length=max_length, overrides=overrides, calibrate=calibrate, progress=show
+    )
     with show(f"loading {path}"):
-        return load(path, **options)
+        return load(path, verify=not built, **options)
 
 
 def adapters_of(options: Sequence[str]) -> dict[str, str]:

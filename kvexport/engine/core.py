@@ -31,7 +31,7 @@ from kvexport.images.rows import RowCache, chunk_borders, places_of
 from kvexport.language.chat import read_json
 from kvexport.language.grammar import Grammars
 from kvexport.language.settings import GenerationSettings
-from kvexport.language.tokenizer import FILE_NAME, Tokenizer
+from kvexport.language.tokenizer import Tokenizer
 from kvexport.state.lane import pinned
 from kvexport.state.periodic import new_periodic
 from kvexport.state.snapshot import Origin, Snapshot
@@ -55,6 +55,7 @@ class EngineCore:
         model: LoadedModel,
         options: EngineOptions | None = None,
         adapters: Adapters | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         """Create an inference engine without requests. `kvexport.load` is the usual way to get one."""
         options = options or EngineOptions()
@@ -66,8 +67,8 @@ class EngineCore:
         if options.lanes is not None:
             self._check_count(options.lanes)
             self.max_batch = options.lanes
-        self.tokenizer = Tokenizer.from_folder(path) if (path / FILE_NAME).exists() else None
-        self.grammars = Grammars(self.tokenizer, self.vocabulary)
+        self.tokenizer = tokenizer
+        self.grammars = Grammars(tokenizer, self.vocabulary)
         self.generation_config = read_json(path / "generation_config.json")
         self.timing = Timing()
         # On a GPU no prefix is saved: a copy of a lane to the host takes longer than reading its tokens again.

@@ -45,8 +45,8 @@ class Engine(EngineCore):
 
         Both engines share weights, tokenizer, compiled grammars and chat template.
         """
-        other = Engine(self.path, self.manifest, self.model, options, self.adapters)
-        other.tokenizer, other.grammars = self.tokenizer, self.grammars
+        other = Engine(self.path, self.manifest, self.model, options, self.adapters, self.tokenizer)
+        other.grammars = self.grammars
         other.generation_config, other.chat_template = self.generation_config, self.chat_template
         other.image_rows = self.image_rows
         return other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from kvexport.backends.adapters import load_adapters
 from kvexport.backends.base import LoadOptions
 from kvexport.engine.engine import Engine
 from kvexport.engine.options import EngineOptions
+from kvexport.language.tokenizer import FILE_NAME, Tokenizer
 from kvexport.machine import require_memory
 from kvexport.plan.planner import state_bytes
 
@@ -45,5 +47,9 @@ def load(
         fix = "an artifact of a smaller limits.max_length or cache.budget (kvexport plan says what a recipe takes)"
         require_memory(state_bytes(manifest.recipe, manifest.cache), "the cache of one sequence", fix)
     loaded = load_adapters(manifest, adapters or {})
-    model = runtime.load(path, manifest, LoadOptions(threads, device, cuda_graph, float_input, loaded))
-    return Engine(path, manifest, model, options, loaded)
+    with ThreadPoolExecutor(1) as pool:
+        # A tokenizer takes tenths of a second, in which this thread waits for the backend.
+        reading = pool.submit(Tokenizer.from_folder, path) if (path / FILE_NAME).exists() else None
+        model = runtime.load(path, manifest, LoadOptions(threads, device, cuda_graph, float_input, loaded))
+    tokenizer = None if reading is None else reading.result()
+    return Engine(path, manifest, model, options, loaded, tokenizer)

@@ -114,6 +114,7 @@ def build(
     plan: CachePlan | None = None,
     shared: SharedWeights | None = None,
     divergence: Divergence | None = None,
+    checkpoint: Checkpoint | None = None,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> Path:
     backend = backends.get(recipe.backend.name)
@@ -122,7 +123,7 @@ def build(
         from kvexport.export.texts import check_generation, copy_texts
 
         with progress("reading the checkpoint", None):
-            checkpoint = _checkpoint_of(recipe)
+            checkpoint = checkpoint or _checkpoint_of(recipe)
             read = checkpoint.facts()
 
         def texts() -> bytes:

@@ -1,7 +1,8 @@
-"""Work in a forked process on another CPU core, which returns its result as bytes."""
+"""Work in a forked process on another CPU core, which returns its result."""
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -11,17 +12,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
 PATIENCE_SECONDS = 300.0
+WATCH_SECONDS = 0.1
 
 
 @contextmanager
-def forked(work: Callable[[], bytes]) -> Iterator[Callable[[], bytes]]:
+def forked(work: Callable[[], T], watch: Callable[[], None] | None = None) -> Iterator[Callable[[], T]]:
     """Start `work` in a forked process, and yield a function that waits for the result of `work`.
 
     The forked process ends with the context at the latest. If no process can or should be forked (`can_fork`), or if it
     fails or does not answer within `PATIENCE_SECONDS`, the calling process itself runs `work` when the result is
-    needed, and exceptions of `work` are raised there.
+    needed, and exceptions of `work` are raised there. With `watch`, the wait has no limit, and calls `watch` again and
+    again.
     """
     if not can_fork():
         yield work
@@ -30,10 +35,13 @@ def forked(work: Callable[[], bytes]) -> Iterator[Callable[[], bytes]]:
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(work, sender), daemon=True)
 
-    def result() -> bytes:
+    def result() -> T:
         with suppress(EOFError, OSError):
+            while watch and not receiver.poll(WATCH_SECONDS):
+                watch()
             if receiver.poll(PATIENCE_SECONDS):
-                return receiver.recv_bytes()
+                received: T = receiver.recv()
+                return received
         return work()
 
     try:
@@ -63,8 +71,9 @@ def can_fork() -> bool:
     return sys.platform == "linux" and several and not multiprocessing.current_process().daemon
 
 
-def _send(work: Callable[[], bytes], sender: Connection) -> None:
+def _send(work: Callable[[], object], sender: Connection) -> None:
     with suppress(BaseException):  # the parent then runs `work` itself, and raises the exception
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: this process ends with its parent
         # Files that the parent has open are closed here, such as the lock of the artifact, which must be free if the
         # parent is killed.
         for number in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
@@ -74,4 +83,4 @@ def _send(work: Callable[[], bytes], sender: Connection) -> None:
         torch = sys.modules.get("torch")
         if torch is not None:
             torch.set_num_threads(1)  # a fork does not copy torch's other threads
-        sender.send_bytes(work())
+        sender.send(work())

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import gc
 import platform
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from threading import Event
-from typing import Any, TypeVar
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -43,6 +39,7 @@ from kvexport.export.passes.fusions import ADAPTERS
 from kvexport.export.vision import Vision
 from kvexport.export.weights.specs import packed_formats, packings, stored_specs, weight_notes, weight_specs
 from kvexport.export.weights.write import (
+    DATA_FILE,
     SharedWeights,
     Spec,
     WrittenWeights,
@@ -59,9 +56,6 @@ from kvexport.tensor_files.shards import some_names
 from kvexport.terminal import Progress
 from kvexport.version import __version__
 
-SWITCH_SECONDS = 0.0005
-
-T = TypeVar("T")
 ShowProgress = Callable[[str, int | None], Progress]
 
 
@@ -111,18 +105,29 @@ def trace_and_write(
     progress: ShowProgress,
     vision: Vision | str = "",
 ) -> Traced:
-    """Trace the model while a thread writes the weights into `folder` and another process makes the merge graph."""
-    method = recipe.cache.build_method()
-    write: Callable[[Callable[[int], None]], WrittenWeights]
-    if shared is not None and shared.specs == tuple(specs):
-        write = partial(link_shared, shared, folder)
-    else:
-        write = partial(write_weights, specs, folder)
+    """Trace the model while one process writes the weights into `folder` and another makes the merge graph."""
+    method, data = recipe.cache.build_method(), folder / DATA_FILE
+    advance: Callable[[int], None] = lambda _: None  # noqa: E731
+    size = 0
+
+    def write() -> WrittenWeights:
+        data.unlink(missing_ok=True)  # of a process that failed
+        if shared is not None and shared.specs == tuple(specs):
+            return link_shared(shared, folder, advance)
+        return write_weights(specs, folder, advance)
+
+    def watch() -> None:
+        nonlocal size
+        before, size = size, data.stat().st_size if data.exists() else 0
+        advance(size - before)
+
     with (
-        forked(partial(_merge_bytes, shape.plan, method)) as merge_bytes,  # a process with threads cannot fork
+        # A process with threads, such as that of a progress bar, cannot fork.
+        forked(partial(_merge_bytes, shape.plan, method)) as merge_bytes,
+        forked(write, watch) as weights,
         progress("tracing the model, writing its weights", total_bytes(specs)) as bar,
-        in_background(write, bar.advance) as writing,
     ):
+        advance = bar.advance
         attributes = [
             tracer.layer_attributes(method, layer, cache.value_prefix)
             for layer, cache in zip(shape.geometry, shape.plan.caches, strict=True)
@@ -140,7 +145,7 @@ def trace_and_write(
         attentions = attentions_of(shape.plan, attributes, shape.geometry, recipe.model.dtype)
         merge = _parse_merge(merge_bytes(), method)
         gc.collect(0)  # frees the traces, since the collector is paused; the weights may still be being written
-        return Traced(decoder, taken, attentions, merge, writing.result())
+        return Traced(decoder, taken, attentions, merge, weights())
 
 
 def write_graphs(
@@ -220,32 +225,6 @@ def describe(
             **{package: version for package in of_backends if (version := installed_version(package))},
         },
     )
-
-
-@contextmanager
-def in_background(work: Callable[[Callable[[int], None]], T], advance: Callable[[int], None]) -> Iterator[Future[T]]:
-    """Run ``work(advance)`` in a thread, and yield its future; `work` reports progress by calling `advance`.
-
-    If the block of this context raises, the next call of `advance` in the thread raises too, so that the thread ends.
-    """
-    ended, interval = Event(), sys.getswitchinterval()
-
-    def advance_or_end(amount: int) -> None:
-        if ended.is_set():
-            raise CancelledError
-        advance(amount)
-
-    with ThreadPoolExecutor(1) as pool:
-        # While the block runs Python code, the thread waits this long for Python's interpreter lock after each read and
-        # write.
-        sys.setswitchinterval(SWITCH_SECONDS)
-        try:
-            yield pool.submit(work, advance_or_end)
-        except BaseException:
-            ended.set()
-            raise
-        finally:
-            sys.setswitchinterval(interval)
 
 
 def _merge_bytes(plan: CachePlan, method: Any) -> bytes:

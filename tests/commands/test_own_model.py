@@ -5,6 +5,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -113,6 +114,23 @@ def test_a_model_is_built_once_into_the_cache_folder(
     os.utime(weights, (1, 1))  # another training with the same layout
     assert kvexport.load(checkpoint, budget=32).path != first.path and len(built) == 2
     assert original is models.model_recipe
+
+
+def test_files_that_were_written_now_are_not_read_again(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvexport.engine import load as loading
+
+    verified, load = [], loading.load
+
+    def noted(path: Path, *, verify: bool, **options: Any) -> Any:
+        verified.append(verify)
+        return load(path, verify=verify, **options)
+
+    monkeypatch.setattr(loading, "load", noted)
+    for _ in range(2):
+        kvexport.load(tiny_checkpoint, budget=32, calibrate=False)
+    for _ in range(2):
+        ok("generate", tiny_checkpoint, "abc", "--budget", 40, "--no-calibrate", "--no-chat", "--max-tokens", 3)
+    assert verified == [False, True, False, True]
 
 
 def test_a_model_of_the_hub(hub: type[Hub], tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -12,25 +12,28 @@ import pytest
 
 from kvexport.commands.app import skip_last_collection
 from tests.support.command_line import ENVIRONMENT, ROOT, process
+from tests.support.http_server import wait_until
 
 
-def test_a_process_that_is_ended_takes_its_child_with_it() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_process_that_is_ended_takes_its_child_with_it(number: signal.Signals) -> None:
     code = (
-        "import multiprocessing, os, time\n"
+        "import os, time\n"
         "os.cpu_count = lambda: 2\n"
         "from kvexport.commands.process import end_cleanly\n"
         "from kvexport.export.forked import forked\n"
         "end_cleanly()\n"
-        "with forked(lambda: time.sleep(600)):\n"
-        "    print(multiprocessing.active_children()[0].pid, flush=True)\n"
+        "with forked(lambda: (print(os.getpid(), flush=True), time.sleep(600))):\n"
         "    time.sleep(600)\n"
     )
     child = process(code=code)
     assert child.stdout
-    forked = psutil.Process(int(child.stdout.readline()))
-    child.send_signal(signal.SIGTERM)
+    forked = int(child.stdout.readline())
+    child.send_signal(number)
     child.communicate(timeout=120)
-    assert not forked.is_running()
+    wait_until(
+        lambda: not any(x.pid == forked and x.info["status"] != "zombie" for x in psutil.process_iter(["status"]))
+    )
 
 
 def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path: Path) -> None:

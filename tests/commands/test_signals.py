@@ -22,7 +22,7 @@ BUILD_PLACES = [
     "kvexport.export.texts:copy_texts",
     f"{STAGES}:choose_weights",
     f"{STAGES}:_merge_bytes",  # in a separate process
-    f"{STAGES}:write_weights",  # in a thread
+    f"{STAGES}:write_weights",  # in a separate process
     "kvexport.export.graph.tracer:trace_decoder",
     f"{STAGES}:write_graphs",
     f"{STAGES}:describe",

@@ -1,4 +1,4 @@
-"""Tests of work that runs beside the trace of a build: weights are written meanwhile, and stop when the trace fails."""
+"""Tests of work that runs beside the trace of a build: weights are written meanwhile, and nothing stays if it fails."""
 
 import gc
 import os
@@ -19,31 +19,6 @@ from kvexport.methods import all_methods
 from kvexport.ops import onnx_function
 from kvexport.schema.operators import VOTE_ATTENTION
 from tests.support import models
-
-
-def endless(advance: Callable[[int], None]) -> None:
-    for _ in range(3000):
-        advance(1)
-        time.sleep(0.01)
-    raise AssertionError("nobody ended this")
-
-
-def test_background_work_ends_with_the_block() -> None:
-    amounts: list[int] = []
-    interval = sys.getswitchinterval()
-    with pytest.raises(UsageError, match="of the block"), stages.in_background(endless, amounts.append) as running:
-        assert sys.getswitchinterval() < interval
-        while len(amounts) < 3:
-            time.sleep(0.01)
-        raise UsageError("of the block")
-    assert running.done() and 3 <= len(amounts) < 3000 and sys.getswitchinterval() == interval
-
-
-def test_background_work_returns_its_result_or_error() -> None:
-    with stages.in_background(lambda advance: advance(2), [].append) as running:
-        assert running.result() is None
-    with pytest.raises(OSError, match="full"), stages.in_background(fails, [].append) as running:
-        running.result()
 
 
 def fails(advance: Callable[[int], None]) -> None:
@@ -168,6 +143,38 @@ def test_a_merge_traced_in_another_process_is_not_traced_again(
     monkeypatch.setattr(onnx_function, "_trace_merge_cache", traces)
     second = builder.build(recipe, tmp_path / "second")
     assert (first / "merge.onnx").read_bytes() == (second / "merge.onnx").read_bytes()
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_weights_are_written_by_another_process(
+    forks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    parent, write, writers = os.getpid(), stages.write_weights, tmp_path / "writers"
+
+    def written(specs: Any, folder: Path, progress: Any) -> Any:
+        with writers.open("a") as stream:
+            stream.write("here " if os.getpid() == parent else "there ")
+        if dies and os.getpid() != parent:
+            (folder / stages.DATA_FILE).write_bytes(b"half")
+            os._exit(9)
+        return write(specs, folder, progress)
+
+    monkeypatch.setattr(stages, "write_weights", written)
+    checkpoint = models.save_checkpoint(tmp_path / "checkpoint", models.llama())
+    recipe = models.make_recipe(checkpoint, cache={"method": "full"}, limits={"max_length": 512})
+    first = builder.build(recipe, tmp_path / "first")
+    assert writers.read_text().split() == (["there", "here"] if dies else ["there"])
+    monkeypatch.setattr(forked, "can_fork", lambda: False)
+    second = builder.build(recipe, tmp_path / "second")
+    assert load_manifest(first, verify=True).files == load_manifest(second, verify=True).files
+
+
+def test_the_wait_for_long_work_has_no_limit(forks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(forked, "WATCH_SECONDS", 0.01)
+    calls: list[None] = []
+    with forked.forked(lambda: time.sleep(0.3) or os.getpid(), lambda: calls.append(None)) as result:
+        assert result() != os.getpid() and len(calls) > 3
 
 
 def test_rings_of_two_sizes_are_traced_in_one_process() -> None:

@@ -19,18 +19,32 @@ import numpy as np
 from kvexport import backends
 from kvexport.artifact.reading import load_manifest
 from kvexport.engine.load import load
+from kvexport.machine import TORCH_BYTES, require_memory
 from kvexport.packages import require
 from kvexport.recipe.fields import Recipe
 from kvexport.terminal import Progress, silent
+from kvexport.units import format_bytes, format_seconds
 from kvexport.validate.layers import require_checkpoint
 from kvexport.validate.result import ValidationResult
 from kvexport.validate.slots import used_plan
-from kvexport.validate.tokens import IMAGE, Ids, continued_prompts, later_calls, schedule, sequences
+from kvexport.validate.tokens import (
+    COPIES,
+    IMAGE,
+    Ids,
+    continued_prompts,
+    default_batch,
+    later_calls,
+    schedule,
+    sequences,
+)
 
 if TYPE_CHECKING:
+    from kvexport.artifact.manifest import Manifest
+    from kvexport.export.model.tensors import ModelShape
     from kvexport.validate.reference import TorchReference
 
 WHOLE_CALLS = 3  # calls of each phase (prefill, decode) that are compared with float64 and in place
+PACKED_BYTES = 1.1  # memory of a number of a packed weight in PyTorch, and its share of a scale
 FLOAT64 = 4.0  # duration of a call in float64, as a multiple of the reference's
 # The allowed mean KL(PyTorch || engine) of independent runs in nats. SmolLM2 in float32 has 1e-9 without ties in
 # merges, and 1e-7 with some.
@@ -66,9 +80,12 @@ def validate_artifact(
         if recipe.model.mmproj:  # the encoder of a GGUF file moved with it
             named["mmproj"] = str(Path(checkpoint).with_name(Path(recipe.model.mmproj).name))
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=named)})
-    with progress("loading PyTorch and the engine", None):
+    with progress("reading the model", None):
         shape = read_model(recipe)
         require_checkpoint(shape.checkpoint, manifest, path)
+        needed = _memory(shape, manifest, batch)
+    require_memory(needed, "the comparison with PyTorch", "--batch 1, or a machine with more memory")
+    with progress(f"loading PyTorch and the engine, which take about {format_bytes(needed)} of memory", None):
         # CUDA graphs are off, because a captured one reads its inputs from fixed addresses, and here every call has its
         # own buffers. `shipped_difference` compares answers with graphs.
         engine = load(path, backend=backend, cuda_graph=False, verify=False, float_input=True)
@@ -152,6 +169,14 @@ def _whole_calls(prefill: list[bool]) -> set[int]:
     return calls
 
 
+def _memory(shape: ModelShape, manifest: Manifest, batch: int | None) -> int:
+    """Return about how many bytes a comparison takes: two sessions of the engine, PyTorch's weights, and the caches."""
+    numbers, packed = sum(x.numel() for x in shape.model.parameters()), manifest.model.packed
+    weights = numbers * (PACKED_BYTES if packed else np.dtype(manifest.recipe.model.dtype).itemsize)
+    states = COPIES * manifest.cache.bytes(batch or default_batch(manifest.cache, manifest.limits))
+    return TORCH_BYTES + 2 * manifest.bytes + int(weights) + states
+
+
 def _estimate(reference: TorchReference, calls: list[tuple[list[Ids], bool]], whole: int) -> str:
     seconds = 0.0
     for phase in (True, False):
@@ -160,7 +185,7 @@ def _estimate(reference: TorchReference, calls: list[tuple[list[Ids], bool]], wh
             widest = max(of_phase, key=lambda call_tokens: max(map(len, call_tokens)))
             trial = reference.time_decode(len(widest), max(map(len, widest)))
             seconds += trial * (2.0 * len(of_phase) + FLOAT64 * whole / 2)
-    return f"about {seconds:.0f} s" if seconds < 100 else f"about {seconds / 60:.0f} minutes"
+    return f"about {format_seconds(seconds)}"
 
 
 def _quiet_polygraphy() -> None:

@@ -31,6 +31,7 @@ from kvexport.validate.compare import (
     worst,
 )
 from kvexport.validate.cut import CutDecoder
+from kvexport.validate.divergence import kl
 from kvexport.validate.float64 import in_float64
 from kvexport.validate.images import Picture
 from kvexport.validate.independent import IndependentRun, Merge, WatchedState
@@ -41,6 +42,7 @@ from kvexport.validate.slots import has_beyond, with_slots
 from kvexport.validate.tokens import Ids
 
 Arrays = dict[str, NDArray[Any]]
+OWN_ROUNDINGS = 10.0  # allowed KL of the engine's independent run, as a multiple of PyTorch's from float64
 
 
 class Comparison:
@@ -83,6 +85,7 @@ class Comparison:
         self.merges: list[Merge] = []  # the reference's merges in the current call
         self.examined = 0
         self.errors: dict[tuple[str, str], list[tuple[NDArray[Any], NDArray[Any]]]] = defaultdict(list)
+        self.rounding_kl: list[float] = []  # KL(float64 || PyTorch) of a call from the same state, by sequence
 
     def step(self, tokens: list[Ids], *, prefill: bool, unread: Collection[int], whole: bool) -> None:
         self.locked.whole = whole
@@ -114,6 +117,9 @@ class Comparison:
         """Compute the figures that need all calls: the mean KL of the engine's independent run, and rounding errors."""
         self.result.own_kl = float(np.mean(self.independent.kl)) if self.independent.kl else 0.0
         self.result.own_compared, self.result.parted = len(self.independent.kl), self.independent.parted
+        # A quantized cache turns roundings of float32 into steps of 8 or 4 bits, in PyTorch as in the engine.
+        rounding_kl = float(np.mean([x for x in self.rounding_kl if np.isfinite(x)] or [0.0]))
+        self.result.own_kl_allowed = max(self.result.own_kl_allowed, OWN_ROUNDINGS * rounding_kl)
         for (phase, tensor), pairs in self.errors.items():
             engine, pytorch = (np.concatenate(side) for side in zip(*pairs, strict=True))
             quantiles = (quantiles_of(engine), quantiles_of(pytorch))
@@ -280,6 +286,9 @@ class Comparison:
         logits = exact["logits"]
         real = _real(feed) if logits.shape[1] == feed["input_ids"].shape[1] else feed["query_length"] > 0
         self._add_errors((phase, "logits"), separate["logits"], present["logits"], logits, real)
+        for lane in np.flatnonzero(feed["query_length"]):
+            row = feed["query_length"][lane, 0] - 1 if logits.shape[1] > 1 else 0
+            self.rounding_kl.append(kl(logits[lane, row], present["logits"][lane, row]))
 
     def _add_errors(
         self,

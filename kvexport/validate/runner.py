@@ -40,7 +40,6 @@ from kvexport.validate.tokens import (
 
 if TYPE_CHECKING:
     from kvexport.artifact.manifest import Manifest
-    from kvexport.export.model.tensors import ModelShape
     from kvexport.validate.reference import TorchReference
 
 WHOLE_CALLS = 3  # calls of each phase (prefill, decode) that are compared with float64 and in place
@@ -83,7 +82,10 @@ def validate_artifact(
     with progress("reading the model", None):
         shape = read_model(recipe)
         require_checkpoint(shape.checkpoint, manifest, path)
-        needed = _memory(shape, manifest, batch)
+        parameters = sum(x.numel() for x in shape.model.parameters())
+        if batch is None:
+            batch = default_batch(manifest.cache, manifest.limits, parameters)
+        needed = _memory(manifest, parameters, batch)
     require_memory(needed, "the comparison with PyTorch", "--batch 1, or a machine with more memory")
     with progress(f"loading PyTorch and the engine, which take about {format_bytes(needed)} of memory", None):
         # CUDA graphs are off, because a captured one reads its inputs from fixed addresses, and here every call has its
@@ -169,12 +171,10 @@ def _whole_calls(prefill: list[bool]) -> set[int]:
     return calls
 
 
-def _memory(shape: ModelShape, manifest: Manifest, batch: int | None) -> int:
+def _memory(manifest: Manifest, parameters: int, batch: int) -> int:
     """Return about how many bytes a comparison takes: two sessions of the engine, PyTorch's weights, and the caches."""
-    numbers, packed = sum(x.numel() for x in shape.model.parameters()), manifest.model.packed
-    weights = numbers * (PACKED_BYTES if packed else np.dtype(manifest.recipe.model.dtype).itemsize)
-    states = COPIES * manifest.cache.bytes(batch or default_batch(manifest.cache, manifest.limits))
-    return TORCH_BYTES + 2 * manifest.bytes + int(weights) + states
+    weights = parameters * (PACKED_BYTES if manifest.model.packed else np.dtype(manifest.recipe.model.dtype).itemsize)
+    return TORCH_BYTES + 2 * manifest.bytes + int(weights) + COPIES * manifest.cache.bytes(batch)
 
 
 def _estimate(reference: TorchReference, calls: list[tuple[list[Ids], bool]], whole: int) -> str:

@@ -57,9 +57,11 @@ class Comparison:
         self,
         engine: Engine,
         runners: Runners,
+        cut: CutDecoder | None,
         reference: TorchReference,
         result: ValidationResult,
     ) -> None:
+        self.cut = cut
         self.pictures: list[Picture] = []  # the picture in the first sequence with PyTorch's rows, and the engine's
         self.engine, self.runners, self.reference, self.result = engine, runners, reference, result
         # The reference's KV caches may have fewer slots than the engine's (`kvexport.validate.slots`).
@@ -73,9 +75,6 @@ class Comparison:
             # The decoder is cut before layers that have a KV cache. Layers with a recurrent state, or that read another
             # layer's cache, magnify rounding errors between two cuts, as the layers of an uncut decoder do.
             self.tolerance = self.whole
-        decoder = engine.path / engine.manifest.graphs.decoder
-        slots = engine.plan if self.plan != engine.plan else None
-        self.cut = CutDecoder(decoder, self.dtype, runners.open_decoder, slots) if runners.open_decoder else None
         limits, batch = engine.manifest.limits, len(result.tokens)
         shared: dict[str, Any] = {"prefill_chunk": limits.prefill_chunk, "merge_every": limits.merge_every}
         shared["merge_prompts"] = engine.manifest.recipe.cache.merge_prompts

@@ -19,7 +19,7 @@ import numpy as np
 from kvexport import backends
 from kvexport.artifact.reading import load_manifest
 from kvexport.engine.load import load
-from kvexport.machine import TORCH_BYTES, require_memory
+from kvexport.machine import TORCH_BYTES, release_mapped, require_memory
 from kvexport.packages import require
 from kvexport.recipe.fields import Recipe
 from kvexport.terminal import Progress, silent
@@ -62,8 +62,10 @@ def validate_artifact(
 ) -> ValidationResult:
     require("validate")
     from kvexport.export.build import read_model
+    from kvexport.export.weights.write import DATA_FILE
     from kvexport.validate.compare import LAYERS, tolerance_of
     from kvexport.validate.comparison import Comparison
+    from kvexport.validate.cut import CutDecoder
     from kvexport.validate.divergence import compared_positions, mean_kl_at, measure_divergence, untouched_positions
     from kvexport.validate.images import make_picture
     from kvexport.validate.reference import TorchReference, full_logits
@@ -96,6 +98,12 @@ def validate_artifact(
         tokens, texts = sequences(engine, length, batch, seed, () if picture is None else picture.ids.tolist())
         used = used_plan(engine.plan, max(map(len, tokens)) + recipe.export.prefill_chunk)
         row_size = 0 if manifest.images is None else manifest.images.hidden
+        runners, cut = runtime.runners(engine.model, manifest), None
+        if runners.open_decoder is not None:
+            slots = engine.plan if used != engine.plan else None
+            cut = CutDecoder(path / manifest.graphs.decoder, recipe.model.dtype, runners.open_decoder, slots)
+        # Both sessions have copied the weights into the layouts of their kernels, before PyTorch reads its own.
+        release_mapped(path / DATA_FILE)
         reference = TorchReference(shape.checkpoint, used, shape.geometry, method, recipe, row_size)
     tolerance = asdict(tolerance_of(LAYERS, recipe.model.dtype, recipe.cache_dtype))
     tolerance.pop("rounding")
@@ -112,7 +120,7 @@ def validate_artifact(
         unmerged=sum(sum(b >= len(tokens[0]) for b in x.budget) for x in engine.plan.caches if x.merges),
     )
     _quiet_polygraphy()
-    comparison, pixels = Comparison(engine, runtime.runners(engine.model, manifest), reference, result), {}
+    comparison, pixels = Comparison(engine, runners, cut, reference, result), {}
     if picture is not None and texts[0].startswith(IMAGE):
         with progress("encoding an image", None):
             pixels = picture.arguments(shape.checkpoint, shape.model.config)
@@ -135,7 +143,7 @@ def validate_artifact(
         positions = compared_positions(own, budgets)
         untouched = untouched_positions(own, budgets if _is_exact(recipe, shape.model.config) else [0])
         every = [sorted({*a, *b}) for a, b in zip(positions, untouched, strict=True)]
-        del engine, reference, comparison  # frees memory for the uncompressed model
+        del engine, runners, cut, reference, comparison  # frees memory for the uncompressed model
         full = full_logits(shape.checkpoint, recipe, tokens, every, pixels)
         measure_divergence(result, tokens, positions, own, full)
         result.first_kl, result.first_compared = mean_kl_at(untouched, own, full)

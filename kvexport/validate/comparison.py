@@ -68,8 +68,9 @@ class Comparison:
         self.plan, self.method, self.dtype = reference.plan, reference.method, engine.manifest.recipe.model.dtype
         types = (self.dtype, engine.manifest.recipe.cache_dtype)
         self.tolerance, self.merge_tolerance, self.whole = (tolerance_of(x, *types) for x in (LAYERS, MERGES, WHOLE))
+        self.quantized = types[1] in SMALL
         # Some methods compute votes from keys, and two runs round their keys to few bits differently.
-        votes = self.merge_tolerance.vectors if types[1] in SMALL else self.whole.votes
+        votes = self.merge_tolerance.vectors if self.quantized else self.whole.votes
         self.own_tolerance = replace(self.whole, votes=votes)
         if self.plan.attention_layers:
             # The decoder is cut before layers that have a KV cache. Layers with a recurrent state, or that read another
@@ -120,9 +121,9 @@ class Comparison:
         """Compute the figures that need all calls: the mean KL of the engine's independent run, and rounding errors."""
         self.result.own_kl = float(np.mean(self.independent.kl)) if self.independent.kl else 0.0
         self.result.own_compared, self.result.parted = len(self.independent.kl), self.independent.parted
-        # A quantized cache turns roundings of float32 into steps of 8 or 4 bits, in PyTorch as in the engine.
-        rounding_kl = float(np.mean([x for x in self.rounding_kl if np.isfinite(x)] or [0.0]))
-        self.result.own_kl_allowed = max(self.result.own_kl_allowed, OWN_ROUNDINGS * rounding_kl)
+        if self.quantized:  # its steps of 8 or 4 bits magnify roundings of float32, in PyTorch as in the engine
+            rounding_kl = float(np.mean([x for x in self.rounding_kl if np.isfinite(x)] or [0.0]))
+            self.result.own_kl_allowed = max(self.result.own_kl_allowed, OWN_ROUNDINGS * rounding_kl)
         for (phase, tensor), pairs in self.errors.items():
             engine, pytorch = (np.concatenate(side) for side in zip(*pairs, strict=True))
             quantiles = (quantiles_of(engine), quantiles_of(pytorch))

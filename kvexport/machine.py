@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import re
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -127,6 +130,17 @@ def require_memory(size: int, purpose: str, fix: str) -> None:
             f"{purpose} takes {format_bytes(size)}, and this machine or its control group has {format_bytes(total)}",
             fix,
         )
+
+
+def release_mapped(file: Path) -> None:
+    """Let the system take back the memory of a file's mapped pages; a page that is needed later is read again."""
+    if sys.platform != "linux":
+        return
+    name, advise = f" {file.resolve()}", ctypes.CDLL(None).madvise
+    for line in read_system_file(Path("/proc/self/maps")).splitlines():
+        if line.endswith(name):
+            first, last = (int(x, 16) for x in line.split(" ", 1)[0].split("-"))
+            advise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
 
 
 def require_address_space() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
 from kvexport.images.rows import CallImages
 from kvexport.plan.cache import CachePlan
+from kvexport.schema.state import SMALL
 from kvexport.validate.compare import (
     LAYERS,
     MERGES,
@@ -31,6 +32,7 @@ from kvexport.validate.compare import (
     worst,
 )
 from kvexport.validate.cut import CutDecoder
+from kvexport.validate.divergence import kl
 from kvexport.validate.float64 import in_float64
 from kvexport.validate.images import Picture
 from kvexport.validate.independent import IndependentRun, Merge, WatchedState
@@ -41,6 +43,7 @@ from kvexport.validate.slots import has_beyond, with_slots
 from kvexport.validate.tokens import Ids
 
 Arrays = dict[str, NDArray[Any]]
+OWN_ROUNDINGS = 10.0  # allowed KL of the engine's independent run, as a multiple of PyTorch's from float64
 
 
 class Comparison:
@@ -54,22 +57,25 @@ class Comparison:
         self,
         engine: Engine,
         runners: Runners,
+        cut: CutDecoder | None,
         reference: TorchReference,
         result: ValidationResult,
     ) -> None:
+        self.cut = cut
         self.pictures: list[Picture] = []  # the picture in the first sequence with PyTorch's rows, and the engine's
         self.engine, self.runners, self.reference, self.result = engine, runners, reference, result
         # The reference's KV caches may have fewer slots than the engine's (`kvexport.validate.slots`).
         self.plan, self.method, self.dtype = reference.plan, reference.method, engine.manifest.recipe.model.dtype
         types = (self.dtype, engine.manifest.recipe.cache_dtype)
         self.tolerance, self.merge_tolerance, self.whole = (tolerance_of(x, *types) for x in (LAYERS, MERGES, WHOLE))
+        self.quantized = types[1] in SMALL
+        # Some methods compute votes from keys, and two runs round their keys to few bits differently.
+        votes = self.merge_tolerance.vectors if self.quantized else self.whole.votes
+        self.own_tolerance = replace(self.whole, votes=votes)
         if self.plan.attention_layers:
             # The decoder is cut before layers that have a KV cache. Layers with a recurrent state, or that read another
             # layer's cache, magnify rounding errors between two cuts, as the layers of an uncut decoder do.
             self.tolerance = self.whole
-        decoder = engine.path / engine.manifest.graphs.decoder
-        slots = engine.plan if self.plan != engine.plan else None
-        self.cut = CutDecoder(decoder, self.dtype, runners.open_decoder, slots) if runners.open_decoder else None
         limits, batch = engine.manifest.limits, len(result.tokens)
         shared: dict[str, Any] = {"prefill_chunk": limits.prefill_chunk, "merge_every": limits.merge_every}
         shared["merge_prompts"] = engine.manifest.recipe.cache.merge_prompts
@@ -83,6 +89,7 @@ class Comparison:
         self.merges: list[Merge] = []  # the reference's merges in the current call
         self.examined = 0
         self.errors: dict[tuple[str, str], list[tuple[NDArray[Any], NDArray[Any]]]] = defaultdict(list)
+        self.rounding_kl: list[float] = []  # KL(float64 || PyTorch) of a call from the same state, by sequence
 
     def step(self, tokens: list[Ids], *, prefill: bool, unread: Collection[int], whole: bool) -> None:
         self.locked.whole = whole
@@ -93,7 +100,7 @@ class Comparison:
         for lane, own, expected, caches in self.independent.append(
             *call, prefill=prefill, unread=unread, images=own_images
         ):
-            tolerances = (self.whole, self.merge_tolerance)
+            tolerances = (self.own_tolerance, self.merge_tolerance)
             for i, d in self.independent.unexplained(own, expected, self.reference.merge, *tolerances):
                 fields = (d.tensor, d.difference, d.allowed, lane, d.head, d.slot)
                 self.result.note(Mismatch(len(self.result.steps) - 1, "independent run", i, *fields))
@@ -114,6 +121,9 @@ class Comparison:
         """Compute the figures that need all calls: the mean KL of the engine's independent run, and rounding errors."""
         self.result.own_kl = float(np.mean(self.independent.kl)) if self.independent.kl else 0.0
         self.result.own_compared, self.result.parted = len(self.independent.kl), self.independent.parted
+        if self.quantized:  # its steps of 8 or 4 bits magnify roundings of float32, in PyTorch as in the engine
+            rounding_kl = float(np.mean([x for x in self.rounding_kl if np.isfinite(x)] or [0.0]))
+            self.result.own_kl_allowed = max(self.result.own_kl_allowed, OWN_ROUNDINGS * rounding_kl)
         for (phase, tensor), pairs in self.errors.items():
             engine, pytorch = (np.concatenate(side) for side in zip(*pairs, strict=True))
             quantiles = (quantiles_of(engine), quantiles_of(pytorch))
@@ -280,6 +290,9 @@ class Comparison:
         logits = exact["logits"]
         real = _real(feed) if logits.shape[1] == feed["input_ids"].shape[1] else feed["query_length"] > 0
         self._add_errors((phase, "logits"), separate["logits"], present["logits"], logits, real)
+        for lane in np.flatnonzero(feed["query_length"]):
+            row = feed["query_length"][lane, 0] - 1 if logits.shape[1] > 1 else 0
+            self.rounding_kl.append(kl(logits[lane, row], present["logits"][lane, row]))
 
     def _add_errors(
         self,

@@ -19,18 +19,31 @@ import numpy as np
 from kvexport import backends
 from kvexport.artifact.reading import load_manifest
 from kvexport.engine.load import load
+from kvexport.machine import TORCH_BYTES, release_mapped, require_memory
 from kvexport.packages import require
 from kvexport.recipe.fields import Recipe
 from kvexport.terminal import Progress, silent
+from kvexport.units import format_bytes, format_seconds
 from kvexport.validate.layers import require_checkpoint
 from kvexport.validate.result import ValidationResult
 from kvexport.validate.slots import used_plan
-from kvexport.validate.tokens import IMAGE, Ids, continued_prompts, later_calls, schedule, sequences
+from kvexport.validate.tokens import (
+    COPIES,
+    IMAGE,
+    Ids,
+    continued_prompts,
+    default_batch,
+    later_calls,
+    schedule,
+    sequences,
+)
 
 if TYPE_CHECKING:
+    from kvexport.artifact.manifest import Manifest
     from kvexport.validate.reference import TorchReference
 
 WHOLE_CALLS = 3  # calls of each phase (prefill, decode) that are compared with float64 and in place
+PACKED_BYTES = 1.1  # memory of a number of a packed weight in PyTorch, and its share of a scale
 FLOAT64 = 4.0  # duration of a call in float64, as a multiple of the reference's
 # The allowed mean KL(PyTorch || engine) of independent runs in nats. SmolLM2 in float32 has 1e-9 without ties in
 # merges, and 1e-7 with some.
@@ -49,8 +62,10 @@ def validate_artifact(
 ) -> ValidationResult:
     require("validate")
     from kvexport.export.build import read_model
+    from kvexport.export.weights.write import DATA_FILE
     from kvexport.validate.compare import LAYERS, tolerance_of
     from kvexport.validate.comparison import Comparison
+    from kvexport.validate.cut import CutDecoder
     from kvexport.validate.divergence import compared_positions, mean_kl_at, measure_divergence, untouched_positions
     from kvexport.validate.images import make_picture
     from kvexport.validate.reference import TorchReference, full_logits
@@ -66,9 +81,15 @@ def validate_artifact(
         if recipe.model.mmproj:  # the encoder of a GGUF file moved with it
             named["mmproj"] = str(Path(checkpoint).with_name(Path(recipe.model.mmproj).name))
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=named)})
-    with progress("loading PyTorch and the engine", None):
+    with progress("reading the model", None):
         shape = read_model(recipe)
         require_checkpoint(shape.checkpoint, manifest, path)
+        parameters = sum(x.numel() for x in shape.model.parameters())
+        if batch is None:
+            batch = default_batch(manifest.cache, manifest.limits, parameters)
+        needed = _memory(manifest, parameters, batch)
+    require_memory(needed, "the comparison with PyTorch", "--batch 1, or a machine with more memory")
+    with progress(f"loading PyTorch and the engine, which take about {format_bytes(needed)} of memory", None):
         # CUDA graphs are off, because a captured one reads its inputs from fixed addresses, and here every call has its
         # own buffers. `shipped_difference` compares answers with graphs.
         engine = load(path, backend=backend, cuda_graph=False, verify=False, float_input=True)
@@ -77,6 +98,12 @@ def validate_artifact(
         tokens, texts = sequences(engine, length, batch, seed, () if picture is None else picture.ids.tolist())
         used = used_plan(engine.plan, max(map(len, tokens)) + recipe.export.prefill_chunk)
         row_size = 0 if manifest.images is None else manifest.images.hidden
+        runners, cut = runtime.runners(engine.model, manifest), None
+        if runners.open_decoder is not None:
+            slots = engine.plan if used != engine.plan else None
+            cut = CutDecoder(path / manifest.graphs.decoder, recipe.model.dtype, runners.open_decoder, slots)
+        # Both sessions have copied the weights into the layouts of their kernels, before PyTorch reads its own.
+        release_mapped(path / DATA_FILE)
         reference = TorchReference(shape.checkpoint, used, shape.geometry, method, recipe, row_size)
     tolerance = asdict(tolerance_of(LAYERS, recipe.model.dtype, recipe.cache_dtype))
     tolerance.pop("rounding")
@@ -93,7 +120,7 @@ def validate_artifact(
         unmerged=sum(sum(b >= len(tokens[0]) for b in x.budget) for x in engine.plan.caches if x.merges),
     )
     _quiet_polygraphy()
-    comparison, pixels = Comparison(engine, runtime.runners(engine.model, manifest), reference, result), {}
+    comparison, pixels = Comparison(engine, runners, cut, reference, result), {}
     if picture is not None and texts[0].startswith(IMAGE):
         with progress("encoding an image", None):
             pixels = picture.arguments(shape.checkpoint, shape.model.config)
@@ -116,7 +143,7 @@ def validate_artifact(
         positions = compared_positions(own, budgets)
         untouched = untouched_positions(own, budgets if _is_exact(recipe, shape.model.config) else [0])
         every = [sorted({*a, *b}) for a, b in zip(positions, untouched, strict=True)]
-        del engine, reference, comparison  # frees memory for the uncompressed model
+        del engine, runners, cut, reference, comparison  # frees memory for the uncompressed model
         full = full_logits(shape.checkpoint, recipe, tokens, every, pixels)
         measure_divergence(result, tokens, positions, own, full)
         result.first_kl, result.first_compared = mean_kl_at(untouched, own, full)
@@ -152,6 +179,12 @@ def _whole_calls(prefill: list[bool]) -> set[int]:
     return calls
 
 
+def _memory(manifest: Manifest, parameters: int, batch: int) -> int:
+    """Return about how many bytes a comparison takes: two sessions of the engine, PyTorch's weights, and the caches."""
+    weights = parameters * (PACKED_BYTES if manifest.model.packed else np.dtype(manifest.recipe.model.dtype).itemsize)
+    return TORCH_BYTES + 2 * manifest.bytes + int(weights) + COPIES * manifest.cache.bytes(batch)
+
+
 def _estimate(reference: TorchReference, calls: list[tuple[list[Ids], bool]], whole: int) -> str:
     seconds = 0.0
     for phase in (True, False):
@@ -160,7 +193,7 @@ def _estimate(reference: TorchReference, calls: list[tuple[list[Ids], bool]], wh
             widest = max(of_phase, key=lambda call_tokens: max(map(len, call_tokens)))
             trial = reference.time_decode(len(widest), max(map(len, widest)))
             seconds += trial * (2.0 * len(of_phase) + FLOAT64 * whole / 2)
-    return f"about {seconds:.0f} s" if seconds < 100 else f"about {seconds / 60:.0f} minutes"
+    return f"about {format_seconds(seconds)}"
 
 
 def _quiet_polygraphy() -> None:

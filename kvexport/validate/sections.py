@@ -78,9 +78,9 @@ def summary(result: ValidationResult) -> dict[str, Any]:
         **({} if result.top_logits_hold is None else {"top logits": "right" if result.top_logits_hold else "WRONG"}),
         **({} if result.shipped_difference is None else {"CUDA graphs": result.shipped_difference or "equal answers"}),
         "independent run": f"KL {result.own_kl:.2g} nats from PyTorch's over {result.own_compared} tokens, allowed "
-        f"{result.own_kl_allowed:g}{_parted(result)}",
+        f"{result.own_kl_allowed:.3g}{_parted(result)}",
         "before anything was evicted": f"KL {result.first_kl:.2g} nats from transformers' own attention, cache and "
-        f"positions over {result.first_compared} tokens, allowed {result.own_kl_allowed:g}"
+        f"positions over {result.first_compared} tokens, allowed {result.own_kl_allowed:.3g}"
         if result.first_compared
         else "not compared",
         **distances,

@@ -22,6 +22,7 @@ MERGES = 2  # merges of KV caches while decoding
 FEWEST_STEPS, MOST_STEPS = 8, 160  # bounds of the number of decode steps
 LARGEST = 2.0  # bound of a head's capacity, relative to the mean; some heads have 35 times another head's budget
 MEMORY = 2 << 30  # default bound of the bytes of all copies of the lanes' states
+SEQUENCES = {4e9: 1, 1e9: 2, 0: 3}  # largest default number of sequences, by the parameters that a model has more than
 COPIES = 10  # copies of a state: two runs of PyTorch and three of the engine, each before and after a call
 
 
@@ -49,14 +50,15 @@ def default_length(plan: CachePlan, limits: Limits, later: int) -> int:
     return min(limits.max_length, merging + CHUNKS_PAST * limits.prefill_chunk + later)
 
 
-def default_batch(plan: CachePlan, limits: Limits) -> int:
-    """Return the default number of validation sequences: three, or fewer if their KV caches need too much memory."""
+def default_batch(plan: CachePlan, limits: Limits, parameters: int) -> int:
+    """Return the default number of validation sequences: three, or fewer for a large model or large KV caches."""
+    most = next(count for least, count in SEQUENCES.items() if parameters >= least)
     fits = MEMORY // (COPIES * plan.bytes(1))
-    return int(max(1, min(3, limits.max_batch, fits)))
+    return int(max(1, min(most, limits.max_batch, fits)))
 
 
 def sequences(
-    engine: Any, length: int | None, batch: int | None, seed: int, image: Sequence[int] = ()
+    engine: Any, length: int | None, batch: int, seed: int, image: Sequence[int] = ()
 ) -> tuple[list[Ids], list[str]]:
     """Return the token ids of every validation sequence, and the kind of each, "text" or "random".
 
@@ -65,7 +67,6 @@ def sequences(
     `image` of a picture have room, the prompt of the longest sequence begins with them, and its kind with IMAGE.
     """
     limits = engine.manifest.limits
-    batch = default_batch(engine.plan, limits) if batch is None else batch
     if not 1 <= batch <= limits.max_batch:
         raise UsageError(
             f"a batch of {batch}, but the artifact was built for 1 to {limits.max_batch}", f"--batch {limits.max_batch}"

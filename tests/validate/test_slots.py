@@ -8,7 +8,7 @@ import pytest
 from kvexport.artifact.manifest import Limits
 from kvexport.plan.cache import CachePlan, LayerCache
 from kvexport.validate.slots import has_beyond, used_plan, with_slots
-from kvexport.validate.tokens import default_length, later_calls, schedule
+from kvexport.validate.tokens import default_batch, default_length, later_calls, schedule
 
 LAYER = LayerCache(4, 4, 1, (100, 100), (132, 132), 4, (50, 50), 0, True, "float32")
 
@@ -28,6 +28,14 @@ def test_the_longest_sequence_is_past_the_caches_of_up_to_twice_the_mean(
     capacities: tuple[int, ...], longest: int
 ) -> None:
     assert default_length(plan_of(*capacities), limits(8), 20) == longest + 200 + 20
+
+
+@pytest.mark.parametrize(
+    ("parameters", "slots", "count"),
+    [(10**8, 132, 3), (1_540_000_000, 132, 2), (7 * 10**9, 132, 1), (10**8, 2_000_000, 1)],
+)
+def test_large_models_and_large_caches_are_compared_on_fewer_sequences(parameters: int, slots: int, count: int) -> None:
+    assert default_batch(plan_of(slots), replace(limits(8), max_batch=8), parameters) == count
 
 
 def test_tokens_between_two_merges_of_a_compressed_prompt_come_in_few_calls() -> None:

@@ -74,8 +74,17 @@ def on_meta(config: Any, dtype: torch.dtype, max_length: int, attention: str = I
     text = config.get_text_config()
     if getattr(text, "use_bidirectional_attention", None) == "vision":  # among the tokens of an image, not in text
         text.use_bidirectional_attention = None
+    model = without_weights(config, dtype, attention, EXPERTS if attention == IMPLEMENTATION else "eager")
+    if attention == IMPLEMENTATION:
+        hook_modules(model)
+        route_to_experts(model)
+    fix_rotary_frequencies(model, max_length)
+    return lead(model) if attention == IMPLEMENTATION else model
+
+
+def without_weights(config: Any, dtype: torch.dtype, attention: str, experts: str) -> Any:
+    """Make a model of transformers whose parameters have no memory; buffers that no checkpoint stores are real."""
     with torch.device("meta"):
-        experts = EXPERTS if attention == IMPLEMENTATION else "eager"
         model = auto_class(config).from_config(
             config,
             dtype=dtype,
@@ -84,11 +93,7 @@ def on_meta(config: Any, dtype: torch.dtype, max_length: int, attention: str = I
         )
     _initialize_buffers(model, model)
     model.tie_weights()
-    if attention == IMPLEMENTATION:
-        hook_modules(model)
-        route_to_experts(model)
-    fix_rotary_frequencies(model, max_length)
-    return lead(model) if attention == IMPLEMENTATION else model
+    return model
 
 
 def hook_modules(model: Any) -> None:

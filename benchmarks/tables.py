@@ -347,7 +347,15 @@ def calibration_cost() -> str:
         )
         for r in rows
     ]
-    header = ("model", "tokens of a text", "one text", "ten texts", "memory before", "memory at most", "estimate")
+    header = (
+        "model",
+        "tokens of a text",
+        "time, one text",
+        "time, ten texts",
+        "memory before",
+        "memory at most",
+        "estimate",
+    )
     return table(header, *lines)
 
 

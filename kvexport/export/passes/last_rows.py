@@ -45,7 +45,7 @@ def pattern(node: ir.Node) -> list[Match]:
 
 
 def check(match: Match) -> str:
-    """Return why a row cannot be picked from the inputs of earlier nodes instead of from their result; "" if it can."""
+    """Return why a token cannot be picked from the inputs of earlier nodes instead of their result; "" if it can."""
     pick, data, row = match
     shape, axis = dims(data), pick.attributes.get_int("axis", 0)
     if axis != 1 or len(shape) != 3 or None in shape:

@@ -140,7 +140,7 @@ def doctor() -> dict[str, str]:
 def test_the_doctor_names_the_instruction_set() -> None:
     path = native.library()
     assert path
-    details = {"small_pages": native.why_small_pages(path), "packed": "panels of 16 columns"}
+    details = {"small_pages": native.why_small_pages(path)}
     assert doctor() == {"instruction_set": native.instruction_set(path), "problem": "", "fix": ""} | details
 
 
@@ -148,7 +148,7 @@ def test_the_doctor_shows_how_to_build_a_missing_library(monkeypatch: pytest.Mon
     monkeypatch.delenv(native.VARIABLE, raising=False)
     monkeypatch.setitem(native.NAMES, "cpu", "libnone.so")
     not_built = {"instruction_set": "", "problem": "the native operators are not built", "fix": "make native"}
-    assert doctor() == not_built | {"small_pages": "", "packed": ""}
+    assert doctor() == not_built | {"small_pages": ""}
     monkeypatch.setattr(paths, "PACKAGE", tmp_path / "kvexport")  # installed, not a checkout
     compiles = "pip install --force-reinstall --no-deps --no-binary kvexport kvexport"
     assert doctor()["fix"] == f"apt-get install g++ && {compiles}"

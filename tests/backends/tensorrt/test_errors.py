@@ -215,6 +215,7 @@ def test_a_plan_of_another_machine(
     about = EngineRecord(
         decoder="decoder.plan",
         merge=None,
+        top_logits="top_logits.plan",
         tensorrt=built,
         gpu=Gpu("H100", (9, 0)),
         plugin_version=None,

@@ -390,7 +390,9 @@ def decoder_tables() -> dict[str, str]:
         "decoders": decoders(),
         "decoders file": decoders_of_a_file("avx512vnni"),
         "decoders file amx": decoders_of_a_file("amx"),
-        "many sessions": many_sessions("qwen2.5-coder-1.5b"),
+        "richer slots": richer_slots("smollm2-135m"),
+        "richer slots budgets": richer_slots("smollm2-135m-budgets"),
+        "decoders file avx2": decoders_of_a_file("avx2"),
     }
 
 
@@ -422,52 +424,33 @@ def decoders() -> str:
 
 
 def decoders_of_a_file(isa: str) -> str:
-    """Return the table of a GGUF file that people have beside llama.cpp and OpenVINO GenAI."""
+    """Return the table of a GGUF file that people have beside llama.cpp and, where it was measured, OpenVINO GenAI."""
+    found = {what: r for what, r in load(f"decoders-file-{isa}").items() if isinstance(r, dict) and "over_slots" in r}
+    openvino = all("over_openvino" in r for r in found.values())
+    sides = {"kvexport": "kvexport, full cache", "slots": "kvexport, 512 slots", "llamacpp": "llama.cpp"}
+    over = {"over_llamacpp": "full cache / llama.cpp", "over_llamacpp_with_slots": "512 slots / llama.cpp"}
+    if openvino:
+        sides["openvino"], over["over_openvino"] = "OpenVINO GenAI", "full cache / OpenVINO GenAI"
     rows = []
-    for what, r in load(f"decoders-file-{isa}").items():
-        if isinstance(r, dict) and "tokens_per_second" in r:
-            speed = [f"{r['tokens_per_second'][side]:.1f}" for side in ("kvexport", "slots", "llamacpp", "openvino")]
-            ratios = [f"{r[key]:.2f}" for key in ("over_llamacpp", "over_llamacpp_with_slots", "over_openvino")]
-            rows.append((what.partition(", ")[2], *speed, *ratios))
-    sides = ("kvexport, full cache", "kvexport, 512 slots", "llama.cpp", "OpenVINO GenAI")
-    over = ("full cache / llama.cpp", "512 slots / llama.cpp", "full cache / OpenVINO GenAI")
-    return table(("tokens", *sides, *over), *rows)
+    for what, r in found.items():
+        speed = [f"{r['tokens_per_second'][side]:.1f}" for side in sides]
+        rows.append((what.partition(", ")[2], *speed, *(f"{r[key]:.2f}" for key in over)))
+    return table(("tokens", *sides.values(), *over.values()), *rows)
 
 
-SIDES = {
-    "kvexport": "kvexport, {slots} slots, int8",
-    "int4": "kvexport, {slots} slots, int4",
-    "llamacpp": "llama.cpp, full cache, q8_0",
-    "openvino": "OpenVINO GenAI, full cache, 8 bits",
-    "evicting": "OpenVINO GenAI, evicting to {slots} tokens",
-}
-
-
-def many_sessions(name: str) -> str:
-    """Return the table of several sessions at once, by program."""
+def richer_slots(name: str) -> str:
+    """Return the table of richer slots and of peers' eviction rules beside `ballot`, lowest KL first."""
     rows = []
-    for key, sides in load(f"many-sessions-{name}").items():
-        if not isinstance(sides, dict) or "kvexport" not in sides:
+    for measured in load(f"richer-slots-{name}").values():
+        if not isinstance(measured, dict) or "ballot" not in measured:
             continue
-        for side, r in sides.items():
-            ratio = sides["kvexport"]["decoded_tokens_per_second"] / r["decoded_tokens_per_second"]
-            speeds = f"{r['prompt_tokens_per_second']:.0f}", f"{r['decoded_tokens_per_second']:.1f}"
-            bandwidth = " ".join(f"{x:.0f}" for x in r["bandwidth_GBps"])
-            label = SIDES[side].format(slots=f"{r['slots']:,}")
-            rows.append((key, label, *speeds, f"{ratio:.2f}", f"{r['peak_MB'] / 1000:.1f}", bandwidth))
-    speeds = "prompt, tokens/s", "decode, tokens/s", "kvexport's decode speed, relative"
-    return table(("sessions", "program", *speeds, "peak memory, GB", "bandwidth, GB/s"), *rows)
-
-
-def conversations(name: str) -> str:
-    """Return the table of facts, code, quotes and calls of tools behind a compressed conversation."""
-    found = load(f"conversations-{name}")
-    kinds = list(found["questions"])
-    rows = []
-    for row in found["rows"]:
-        parts = [f"{row[x][0]:.2f} [{row[x][1]:.2f}, {row[x][2]:.2f}]" if x in row else "" for x in kinds]
-        rows.append((setting_name(row["setting"]), *parts))
-    return table(("cache", *(f"{kind} ({found['questions'][kind]})" for kind in kinds)), *rows)
+        for label, row in sorted(measured.items(), key=lambda x: float(x[1]["kl"][0])):
+            less = row.get("less ballot")
+            change = f"{less[0]:+.4f} [{less[1]:.4f}, {less[2]:.4f}]" if less else ""
+            kinds = [f"{row[kind][0]:.3f}" for kind in ("manual", "code", "german")]
+            rows.append((label, str(row["slots"]), f"{row['kl'][0]:.4f}", change, *kinds))
+    columns = ("rule", "slots", "KL, nats", "KL minus that of `ballot`", "KL: manual", "code", "German")
+    return table(columns, *rows)
 
 
 def _type_row(name: str, result: dict[str, Any]) -> tuple[str, str]:

@@ -40,7 +40,7 @@ def forked(work: Callable[[], T], watch: Callable[[], None] | None = None) -> It
             while watch and not receiver.poll(WATCH_SECONDS):
                 watch()
             if receiver.poll(PATIENCE_SECONDS):
-                received: T = receiver.recv()
+                received: T = receiver.recv()  # pickled by this process's own copy, through a pipe that no other has
                 return received
         return work()
 

@@ -95,8 +95,8 @@ STATE = (
 )
 # The additional tensors of a quantized cache, whose keys and values are numbers of 8 or 4 bits.
 SCALES = (
-    StateTensor("key_scale", ("B", "S"), "float32", "the factor of a key's stored integers"),
-    StateTensor("value_scale", ("B", "S"), "float32", "the factor of a value's stored integers"),
+    StateTensor("key_scale", ("B", "S"), "float32", "the factor of a key's numbers"),
+    StateTensor("value_scale", ("B", "S"), "float32", "the factor of a value's numbers"),
 )
 # The types of a quantized cache: that of its keys, and that of its values.
 SMALL = {"int8": ("int8", "int8"), "int4": ("int4", "int4"), "k8v4": ("int8", "int4")}

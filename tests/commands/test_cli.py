@@ -223,7 +223,7 @@ def test_the_bar_of_the_prompt_advances_to_its_end(tiny_artifact: Path, monkeypa
 def test_without_a_tokenizer_token_ids_are_streamed(
     tiny_recipe: Path, tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvexport.engine.core.FILE_NAME", "no-such-file")
+    monkeypatch.setattr("kvexport.engine.load.FILE_NAME", "no-such-file")
     expected = kvexport.load(tiny_artifact).generate([7, 3], max_new_tokens=4)[0].token_ids
     assert [
         int(x) for x in ok("generate", tiny_artifact, "--token-ids", "7,3", "--max-new-tokens", 4).split()

@@ -108,7 +108,7 @@ class PassThroughCache(Cache):
 
     def as_arguments(self, model: Any) -> dict[str, Any]:
         # These models write into states of their own. Hooks keep the states, so the models run without them.
-        own_states = model.config.model_type in ("rwkv", "recurrent_gemma")
+        own_states = self.model_type in ("rwkv", "recurrent_gemma")
         return {cache_name(model): self, "use_cache": not own_states}
 
     def update(

@@ -331,6 +331,7 @@ def compare(kind: str, name: str, context: int, options: argparse.Namespace) -> 
         "all": {s: [round(tokens / x, 1) for x in each] for s, each in figures.items()},
         **{f"over_{peer}": round(statistics.median(x), 3) for peer, x in ratios.items()},
         **({"goal": goal} if goal else {}),
+        "peak_MB": {worker.side: worker.peak_MB for worker in workers},
         "bandwidth_GBps": [round(x / 1e9, 1) for x in bandwidth],
     }
 

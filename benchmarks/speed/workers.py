@@ -54,8 +54,10 @@ class Worker:
         return seconds
 
     def end(self) -> None:
-        """End the process."""
+        """End the process, and keep the largest resident memory that it had, in MB."""
         assert self.process.stdin is not None
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        self.peak_MB = int(status.partition("VmHWM:")[2].split()[0]) // 1000
         self.process.stdin.close()
         self.process.wait()
 

@@ -434,8 +434,8 @@ def decoders_of_a_file(isa: str) -> str:
     rows = []
     for what, r in found.items():
         speed = [f"{r['tokens_per_second'][side]:.1f}" for side in sides]
-        rows.append((what.partition(", ")[2], *speed, *(f"{r[key]:.2f}" for key in over)))
-    return table(("tokens", *sides.values(), *over.values()), *rows)
+        rows.append((what, *speed, *(f"{r[key]:.2f}" for key in over)))
+    return table(("file, tokens", *sides.values(), *over.values()), *rows)
 
 
 def richer_slots(name: str) -> str:

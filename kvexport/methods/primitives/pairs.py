@@ -66,7 +66,10 @@ def merge_pairs(policy: MergePolicy, slots: Slots, evicted: Evicted) -> tuple[Me
 
 
 def key_weights(policy: MergePolicy, slots: Slots, sets: MergeSets) -> tuple[Tensor, Tensor]:
-    """Return the weights [B, H, V] of a pair's younger and older key: attention statistics, or terms of the Hessian."""
+    """Return the weights [B, H, V] of the younger and the older key in the mean that merges a pair of neighbouring slots.
+
+    The weights are attention statistics, or KVSlimmer's terms of the Hessian of the attention output by the two keys.
+    """
     import torch
 
     if policy.weigh == "score":

@@ -66,9 +66,9 @@ def merge_pairs(policy: MergePolicy, slots: Slots, evicted: Evicted) -> tuple[Me
 
 
 def key_weights(policy: MergePolicy, slots: Slots, sets: MergeSets) -> tuple[Tensor, Tensor]:
-    """Return the weights [B, H, V] of the younger and the older key in the mean that merges a pair of neighbouring slots.
+    """Return the weights [B, H, V] with which the younger and the older key of a pair enter the merged key.
 
-    The weights are attention statistics, or KVSlimmer's terms of the Hessian of the attention output by the two keys.
+    The weights are attention statistics, or KVSlimmer's terms of a Hessian (`hessian` of the setting `weigh`).
     """
     import torch
 

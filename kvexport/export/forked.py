@@ -1,4 +1,4 @@
-"""Work in a forked process on another CPU core, which returns its result."""
+"""Work in a forked process on another CPU core, which returns its result as bytes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeVar
 
-T = TypeVar("T")
 PATIENCE_SECONDS = 300.0
 WATCH_SECONDS = 0.1
 
 
 @contextmanager
-def forked(work: Callable[[], T], watch: Callable[[], None] | None = None) -> Iterator[Callable[[], T]]:
+def forked(work: Callable[[], bytes], watch: Callable[[], None] | None = None) -> Iterator[Callable[[], bytes]]:
     """Start `work` in a forked process, and yield a function that waits for the result of `work`.
 
     The forked process ends with the context at the latest. If no process can or should be forked (`can_fork`), or if it
@@ -35,13 +33,12 @@ def forked(work: Callable[[], T], watch: Callable[[], None] | None = None) -> It
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(work, sender), daemon=True)
 
-    def result() -> T:
+    def result() -> bytes:
         with suppress(EOFError, OSError):
             while watch and not receiver.poll(WATCH_SECONDS):
                 watch()
             if receiver.poll(PATIENCE_SECONDS):
-                received: T = receiver.recv()  # pickled by this process's own copy, through a pipe that no other has
-                return received
+                return receiver.recv_bytes()
         return work()
 
     try:
@@ -71,7 +68,7 @@ def can_fork() -> bool:
     return sys.platform == "linux" and several and not multiprocessing.current_process().daemon
 
 
-def _send(work: Callable[[], object], sender: Connection) -> None:
+def _send(work: Callable[[], bytes], sender: Connection) -> None:
     with suppress(BaseException):  # the parent then runs `work` itself, and raises the exception
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: this process ends with its parent
         # Files that the parent has open are closed here, such as the lock of the artifact, which must be free if the
@@ -83,4 +80,4 @@ def _send(work: Callable[[], object], sender: Connection) -> None:
         torch = sys.modules.get("torch")
         if torch is not None:
             torch.set_num_threads(1)  # a fork does not copy torch's other threads
-        sender.send(work())
+        sender.send_bytes(work())

@@ -110,11 +110,11 @@ def trace_and_write(
     advance: Callable[[int], None] = lambda _: None  # noqa: E731
     size = 0
 
-    def write() -> WrittenWeights:
+    def write() -> bytes:
         data.unlink(missing_ok=True)  # of a process that failed
         if shared is not None and shared.specs == tuple(specs):
-            return link_shared(shared, folder, advance)
-        return write_weights(specs, folder, advance)
+            return link_shared(shared, folder, advance).to_json()
+        return write_weights(specs, folder, advance).to_json()
 
     def watch() -> None:
         nonlocal size
@@ -145,7 +145,7 @@ def trace_and_write(
         attentions = attentions_of(shape.plan, attributes, shape.geometry, recipe.model.dtype)
         merge = _parse_merge(merge_bytes(), method)
         gc.collect(0)  # frees the traces, since the collector is paused; the weights may still be being written
-        return Traced(decoder, taken, attentions, merge, weights())
+        return Traced(decoder, taken, attentions, merge, WrittenWeights.from_json(weights()))
 
 
 def write_graphs(

@@ -173,8 +173,8 @@ def test_the_wait_for_long_work_has_no_limit(forks: None, monkeypatch: pytest.Mo
     monkeypatch.setattr(forked, "PATIENCE_SECONDS", 0.0)
     monkeypatch.setattr(forked, "WATCH_SECONDS", 0.01)
     calls: list[None] = []
-    with forked.forked(lambda: time.sleep(0.3) or os.getpid(), lambda: calls.append(None)) as result:
-        assert result() != os.getpid() and len(calls) > 3
+    with forked.forked(lambda: time.sleep(0.3) or b"%d" % os.getpid(), lambda: calls.append(None)) as result:
+        assert result() != b"%d" % os.getpid() and len(calls) > 3
 
 
 def test_rings_of_two_sizes_are_traced_in_one_process() -> None:

@@ -107,9 +107,7 @@ class PassThroughCache(Cache):
         self.model_type = model_type
 
     def as_arguments(self, model: Any) -> dict[str, Any]:
-        # These models write into states of their own. Hooks keep the states, so the models run without them.
-        own_states = self.model_type in ("rwkv", "recurrent_gemma")
-        return {cache_name(model): self, "use_cache": not own_states}
+        return {cache_name(model): self, "use_cache": True}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

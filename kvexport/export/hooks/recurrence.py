@@ -59,6 +59,10 @@ class RecurrentCache(PassThroughCache):
         # States after the call: one, or one for each scan of a layer that runs several (Zamba)
         self._computed: list[Tensor] = []
 
+    def as_arguments(self, model: Any) -> dict[str, Any]:
+        # These models write into states of their own. Hooks keep the states, so the models run without them.
+        return {**super().as_arguments(model), "use_cache": self.model_type not in ("rwkv", "recurrent_gemma")}
+
     def is_recording_past(self, layer_idx: int) -> bool:
         """Return True, so that layers of transformers compute one token with the same code as several tokens."""
         return True

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
@@ -66,6 +67,14 @@ Key: TypeAlias = "tuple[TensorEntry | Source, Dtype]"
 class WrittenWeights(NamedTuple):
     locations: dict[str, Location]  # place of each initializer, or of each tensor of a packed one
     digests: dict[str, str]  # SHA-256 (hex) of every written file, by its path in the staging folder
+
+    def to_json(self) -> bytes:
+        return json.dumps([{name: astuple(x) for name, x in self.locations.items()}, self.digests]).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> WrittenWeights:
+        locations, digests = json.loads(data)
+        return cls({name: Location(*x) for name, x in locations.items()}, digests)
 
 
 @dataclass(frozen=True)

@@ -43,10 +43,10 @@ class Picture(NamedTuple):
 
 def make_picture(engine: Any, seed: int) -> Picture | None:
     """Return a picture of random pixels, twice as wide as high; None for an engine that reads no images."""
-    from PIL import Image
-
     if (spec := engine.manifest.images) is None:
         return None
+    from PIL import Image
+
     side = spec.height * (8 * spec.group if spec.cut == "lines" else 1)  # lines keep small images small
     pixels = np.random.default_rng(seed).integers(0, 256, (side, 2 * side, 3), dtype=np.uint8)
     image = Image.fromarray(pixels)

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,13 @@ from typer.testing import CliRunner
 from kvexport.artifact.digests import write_manifest
 from kvexport.artifact.reading import load_manifest
 from kvexport.commands.app import app
+from kvexport.engine.load import load
 from kvexport.errors import UsageError
 from kvexport.export.build import build
 from kvexport.report import render_text
 from kvexport.schema.state import STATE_NAMES
 from kvexport.validate import merges
+from kvexport.validate.images import make_picture
 from kvexport.validate.layers import first_layers
 from kvexport.validate.runner import validate_artifact
 from kvexport.validate.sections import sections
@@ -67,6 +70,11 @@ def scale_meaning(model: onnx.ModelProto, op: str, attribute_name: str, factor: 
                     )
                     return
     raise AssertionError("no constant to change")
+
+
+def test_a_model_without_images_needs_no_pillow(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert make_picture(load(tiny_artifact), 0) is None
 
 
 def test_a_sound_artifact_passes(result) -> None:

@@ -285,8 +285,8 @@ class Engine(EngineCore):
             messages: Messages as for `encode_chat_with_images`.
             tools: JSON schemas of functions that the model may call.
             variables: Variables of the chat template, such as `enable_thinking`.
-            options: `rows=False` leaves out the vectors of the images. `read` and `check` are arguments of
-                `kvexport.images.rows.encode_images`.
+            options: With `rows=False` the images are not encoded, for a caller that only counts tokens. `read` and
+                `check` are passed on to `kvexport.images.rows.encode_images`.
 
         Raises:
             UsageError: The artifact has no chat template that shows images, or an image cannot be read.

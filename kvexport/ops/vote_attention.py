@@ -297,11 +297,11 @@ def _log_ema(
 
 
 def _standing(visible: Tensor, lengths: Tensor, log_weight: Tensor, rate: float) -> Tensor:
-    """Return the log of the factor by which a windowed average weights its counted queries; [B, H, 1, C].
+    """Return the log of the weight of a call's counted queries, which stand for all n queries; [B, H, 1, C].
 
-    With a window, a moving average reads only some of a call's n queries, and these count for all of them. The factor
-    is ``sum a^(n-1-i)``, with the decay a, over all queries i that see the slot, divided by the summed weights of the
-    counted queries. With this factor `corrected_log_ema` needs no knowledge of the window or of recency weights.
+    A moving average with decay a gives query i of n the weight ``a^(n-1-i)``. A method with an observation window
+    computes the average from the last queries alone, so their weights are scaled until they sum to those of all queries
+    that see the slot. This function returns the log of that scale.
     """
     batch, heads, tokens, _ = visible.shape
     seen = visible.float()

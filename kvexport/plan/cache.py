@@ -87,7 +87,7 @@ class LayerCache:
         return tuple(min(most, capacity) for capacity in self.capacity)
 
     def most_of(self, slots: int) -> int:
-        """Return the `most` with which `first_slots` returns numbers that sum to `slots`; -1 if there is none."""
+        """Return the argument with which the result of `first_slots` sums to `slots`, or -1 if no argument does."""
         most = next((n for n in range(max(self.capacity) + 1) if sum(self.first_slots(n)) >= slots), -1)
         return most if most >= 0 and sum(self.first_slots(most)) == slots else -1
 

@@ -284,8 +284,8 @@ def gpu_bytes(recipe: Recipe, config: Any, itemsize: int) -> int:
 def full_layer_bytes(layer: LayerGeometry, length: int, itemsize: int) -> int:
     """Return the bytes of a layer's keys and values of `length` tokens in a full KV cache.
 
-    A layer with a sliding window keeps the last `sliding_window` tokens. The other state of a slot (its number of
-    merged tokens, scores and position) is not counted.
+    A layer with a sliding window keeps the last `sliding_window` tokens. A full KV cache has no other state: votes,
+    scores and positions belong to compressed caches.
     """
     slots = min(length, layer.sliding_window) if layer.sliding_window else length
     size = layer.key_size + (0 if layer.value_in_key else layer.value_size)

@@ -68,7 +68,8 @@ def merge_pairs(policy: MergePolicy, slots: Slots, evicted: Evicted) -> tuple[Me
 def key_weights(policy: MergePolicy, slots: Slots, sets: MergeSets) -> tuple[Tensor, Tensor]:
     """Return the weights [B, H, V] with which the younger and the older key of a pair enter the merged key.
 
-    The weights are attention statistics, or KVSlimmer's terms of a Hessian (`hessian` of the setting `weigh`).
+    With the setting `weigh=score` they are the slots' attention statistics. With `weigh=hessian` they follow KVSlimmer:
+    how much each key, moved towards the other, changes the attention output, to second order.
     """
     import torch
 

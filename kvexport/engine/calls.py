@@ -69,7 +69,10 @@ class ModelCalls:
         return [self.choose(request, rows, i, decoded=False) for i, request in read]
 
     def decode(self, requests: Sequence[Request], drafter: Drafter | None, *, steady: bool = False) -> list[Request]:
-        """Decode the next token of each request in one model call, and return the requests that got tokens.
+        """Decode each request's next token in one model call, and return the requests that got tokens.
+
+        With a drafter, a request may get several tokens: those of its draft that the model confirms. With `steady`, the
+        next call will decode the same requests, so on a GPU it may begin before this one's tokens are read.
 
         The call covers all lanes (rows of the batch) up to the last request's lane. Lanes without one of the requests
         get no token, and their KV caches do not change.

@@ -24,9 +24,10 @@ _MOST_STOPS = 64  # stop strings, each compared with the text after every token;
 
 
 def copy_texts(checkpoint: Checkpoint, folder: Path) -> None:
-    """Copy tokenizer files, chat template and JSON files of a checkpoint into the staging folder, and load them.
+    """Copy tokenizer files, chat template and JSON files of a checkpoint into the staging folder.
 
-    `check_generation` checks the generation settings, for which the model has to be known.
+    The copied tokenizer is loaded once, so that a broken one fails the build. `check_generation` later checks the
+    generation settings, because that takes the model.
     """
     for source in checkpoint.texts:
         shutil.copyfile(source, folder / source.name)

@@ -185,7 +185,14 @@ def chunk_end(places: NDArray[np.int64], images: PromptImages | None, start: int
 
 
 def chunk_borders(places: NDArray[np.int64], images: PromptImages | None, start: int, chunk: int) -> list[int]:
-    """Return the ends of all chunks but the last, for a prompt of which `start` tokens have been read."""
+    """Return where to cut the rest of a prompt, from token `start` on, into chunks of at most `chunk` tokens.
+
+    An image whose tokens attend to each other is not cut. `places` has the index of each token's image vector, and 0 for
+    tokens of text.
+
+    Raises:
+        UsageError: Images that follow each other have more than `chunk` tokens.
+    """
     borders = list[int]()
     while (end := chunk_end(places, images, start, chunk)) < len(places):
         if end == start:

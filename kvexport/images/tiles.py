@@ -323,9 +323,10 @@ def order_of(image: Image, spec: ImageSpec, tiles: int) -> tuple[NDArray[np.int6
 
 
 def _shrunk(rows: NDArray[np.int64], most: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the vectors [y, x, k] of an image's grid, and weights; the grid is shrunk if it is far larger than `most`.
+    """Shrink a grid [Y, X] of image vectors to about `most` vectors, if it has over 1.2 times as many.
 
-    The interpolation is bilinear, as PyTorch's is without aligned corners.
+    Return the indices [y, x, k] of the k vectors of which each vector of the new grid is a mean, and their weights in
+    that mean: those of bilinear interpolation, as in PyTorch without aligned corners. k is 1 if the grid keeps its size.
     """
     ratio = math.sqrt(rows.size / most) if most else 0.0
     if ratio <= 1.1:

@@ -14,9 +14,9 @@ from kvexport.schema.policy import MergePolicy
 class ZeroMerge(Merging):
     """ZeroMerge: the cache consists of sinks (first positions), recent slots, context slots and residual slots.
 
-    The context slot of lowest score is evicted and merges into the residual slot whose key has the largest dot product
-    with its own key. Residual slots are kept slots that receive merges: first those that have received a merge before,
-    then, up to the share `residual`, those of lowest score.
+    A slot's score is the attention that it received. The context slot of lowest score is evicted and merges into the
+    residual slot whose key has the largest dot product with its own key. Residual slots are kept slots that receive
+    merges: first those that have received a merge before, then, up to the share `residual`, those of lowest score.
 
     Attributes:
         alpha: The factor alpha of the attention bias ``alpha ln(votes)``, where votes is the number of tokens that a

@@ -126,7 +126,7 @@ class Form:
 
     @property
     def overload(self) -> str:
-        """The overload name of the node's ONNX function: it tells functions for different steps apart."""
+        """The overload name of the node's ONNX function, made of its attributes; equal nodes share one."""
         words = {
             "norm": f"norm{self.epsilon:.6g}" * self.norm,
             "epsilon": "",

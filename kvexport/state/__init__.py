@@ -1,1 +1,5 @@
-"""State of sequences that outlives an engine step: snapshots, stored sessions, full caches of periodic decoding."""
+"""State of sequences that outlives an engine step.
+
+It consists of snapshots, stored sessions, and the full KV caches in host memory from which periodic decoding copies its
+slots to the device.
+"""

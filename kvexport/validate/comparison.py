@@ -1,4 +1,7 @@
-"""Comparison of an exported model with PyTorch: layers, merges, in-place buffers and an independent run."""
+"""Comparison of an exported model with PyTorch: each layer and merge from the same state, and whole runs.
+
+In a whole run the engine and PyTorch each go on from their own state, from the first token to the last.
+"""
 
 from __future__ import annotations
 

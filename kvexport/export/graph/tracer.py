@@ -362,7 +362,10 @@ def onnx_operator(
     optional: Sequence[str] = (),
     domain: str = DOMAIN,
 ) -> Any:
-    """Return the ONNX operator that replaces a PyTorch placeholder; each input and output may have any type."""
+    """Return the ONNX operator that replaces a custom PyTorch operator of the traced model.
+
+    Each input and output may have any of four tensor types. `optional` names the inputs that may be absent.
+    """
     types = {"int": OpSchema.AttrType.INT, "float": OpSchema.AttrType.FLOAT, "str": OpSchema.AttrType.STRING}
     typed = attributes if isinstance(attributes, Mapping) else dict.fromkeys(attributes, "int")
     kinds = ["tensor(float)", "tensor(float16)", "tensor(int32)", "tensor(int64)"]

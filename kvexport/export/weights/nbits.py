@@ -82,9 +82,9 @@ class NBits:
 
 
 def _numbers(block: Mapping[str, Array], old: PackedFormat, new: PackedFormat, shape: tuple[int, int]) -> Array:
-    """Return a block's integer codes [rows, inputs], given in the packed format `old`, as bytes of the format `new`.
+    """Repack a block of rows of a packed weight [rows, inputs]: return the bytes of its codes in the format `new`.
 
-    Indices into a table of values become these values.
+    Codes of `old` that are indices into a table of values are replaced by these values.
     """
     if not old.table and old.bits == new.bits:
         flipped = (0x88 if new.bits == 4 else 0x80) if new.signed else 0

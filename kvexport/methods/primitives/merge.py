@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 
 def merge(policy: MergePolicy, statistics: tuple[Statistic, ...], slots: Slots, evicted: Evicted) -> Slots:
-    """Return the slots after the merge, and the fit of kept slots to recent queries, that `policy` describes."""
+    """Merge evicted slots into kept slots as `policy` says, and return the slots.
+
+    If the policy has a fit, token counts or values of the kept slots then change so that recent queries get nearly the
+    attention output that they had before the merge.
+    """
     merged = _merged(policy, statistics, slots, evicted)
     return merged if policy.fit is None else fitted(policy.fit, slots, merged, evicted)
 

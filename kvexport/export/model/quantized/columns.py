@@ -2,7 +2,7 @@
 
 GPTQ packs neighbouring inputs: word [k / 8, n] holds inputs k to k + 7 of output n, from the lowest bits up. Version 1
 of GPTQ stores each zero point minus 1. The tensor `g_idx` has the group of every input. If groups are not contiguous
-("act-order"), kvexport sorts the columns by group. AWQ packs neighbouring outputs: word [k, n / 8] holds outputs n to n
+("act-order"), kvexport sorts the inputs by group. AWQ packs neighbouring outputs: word [k, n / 8] holds outputs n to n
 + 7 of input k, in the order 0, 2, 4, 6, 1, 3, 5, 7. In GPTQ and AWQ a weight is (code - zero) * scale, with an integer
 code. Sources: AutoGPTQ's qlinear_cuda, GPTQModel's convert_gptq_v1_to_v2_format, AutoAWQ's packing_utils.
 """

@@ -438,6 +438,27 @@ def decoders_of_a_file(isa: str) -> str:
     return table(("file, tokens", *sides.values(), *over.values()), *rows)
 
 
+def many_sessions(name: str) -> str:
+    """Return the table of many_sessions.py."""
+    caches = {
+        "kvexport": ("kvexport", "{slots} slots, 8 bits"),
+        "int4": ("kvexport", "{slots} slots, 4 bits"),
+        "openvino": ("OpenVINO GenAI", "whole text, 8 bits"),
+        "evicting": ("OpenVINO GenAI", "{slots} tokens, evicting"),
+        "llamacpp": ("llama.cpp", "whole text, `q8_0`"),
+    }
+    rows = []
+    for what, sides in load(f"many-sessions-{name}").items():
+        if " sessions of " not in what:
+            continue
+        for side, r in sides.items():
+            program, cache = caches[side]
+            speeds = [f"{r[f'{kind}_tokens_per_second']:.1f}" for kind in ("prompt", "decoded")]
+            rows.append((what, program, cache.format(slots=r["slots"]), *speeds, f"{r['peak_MB']:,}"))
+    columns = ("sessions", "program", "KV cache", "prompts, tokens/s", "decode, tokens/s", "peak memory, MB")
+    return table(columns, *rows)
+
+
 def richer_slots(name: str) -> str:
     """Return the table of richer slots and of peers' eviction rules beside `ballot`, lowest KL first."""
     rows = []
@@ -561,7 +582,7 @@ def tables() -> dict[str, str]:
     texts |= {"default quality": default_quality(), "budget kinds": budget_kinds()}
     texts |= {"calibration cost": calibration_cost(), "ruler qwen": ruler("qwen2.5-coder-1.5b")}
     texts |= {"ruler qwen 4096": ruler("qwen2.5-coder-1.5b-4096")}
-    texts |= {"vision merge": vision_merge()}
+    texts |= {"vision merge": vision_merge(), "many sessions": many_sessions("qwen2.5-coder-1.5b")}
     texts |= decoder_tables()
     for recipe, figures in FIGURES.items():
         texts |= {f"{recipe} {task} {figure}": compared(recipe, task, figure) for task, figure in figures}

@@ -3,7 +3,7 @@
     python benchmarks/speed/decoders.py --work DIR --llamacpp DIR [--genai DIR]
                                   [--models qwen3-30b-a3b,gpt-oss-20b,qwen3.5-4b] [--rounds 9]
                                   [--decode 512] [--prefill 512] [--kinds decode,prefill]
-                                  [--file FILE.gguf --name NAME [--openvino DIR]]
+                                  [--file FILE.gguf --name NAME [--openvino DIR] [--node DIR]]
 
 Results of models that are not measured again stay.
 
@@ -19,7 +19,8 @@ qwen3.5-4b is measured without it, since it has no experts.
 
 --file measures a GGUF file that people have in place of these, with a further side `slots`: kvexport with 512 slots.
 --openvino is the target of `pip install --no-deps --target DIR openvino openvino-genai openvino-tokenizers`; OpenVINO
-GenAI reads the same file, and converts its blocks.
+GenAI reads the same file, and converts its blocks. The wheel of llama.cpp has AVX2 alone. --node is a folder in which
+`npm install --ignore-scripts node-llama-cpp` ran: its llama.cpp has a library for every instruction set (side `node`).
 
 kvexport has a cache of the whole sequence, so nothing is evicted. Every side runs in a process of its own. A figure is
 one block of 32 decoded tokens, or one prompt, the sides in turn. llama.cpp decodes greedily; kvexport gets tokens.
@@ -43,6 +44,7 @@ import numpy as np
 
 from benchmarks.common import earlier, options_of, save, write_tokenizer
 from benchmarks.speed.workers import (
+    BLOCK,
     Run,
     Worker,
     engine_run,
@@ -291,9 +293,13 @@ def artifact_of(name: str, context: int, options: argparse.Namespace, slots: int
     return path
 
 
+def prompt_of(context: int) -> Any:
+    return np.random.default_rng(0).integers(300, VOCABULARY, context)
+
+
 def runner(kind: str, side: str, name: str, context: int, options: argparse.Namespace) -> Run:
     """Return a function that returns the seconds of one decoded token, or of one prompt."""
-    ids = np.random.default_rng(0).integers(300, VOCABULARY, context)
+    ids = prompt_of(context)
     if side == "llamacpp":
         return llamacpp_run(kind, file_of(name, options), ids, THREADS, options.llamacpp)
     if side == "genai":
@@ -301,6 +307,13 @@ def runner(kind: str, side: str, name: str, context: int, options: argparse.Name
     if side == "openvino":
         return openvino_run(kind, file_of(name, options), ids, THREADS, options.openvino)
     return engine_run(kind, artifact_of(name, context, options, SLOTS if side == "slots" else 0), ids)
+
+
+def exec_node(kind: str, name: str, context: int, options: argparse.Namespace) -> None:
+    """Go on as the process of node_llama.mjs, so that its memory is the side's."""
+    ids = json.dumps(prompt_of(context).tolist())
+    script = str(Path(__file__).with_name("node_llama.mjs"))
+    os.execvp("node", ["node", script, options.node, kind, str(file_of(name, options)), ids, str(THREADS), str(BLOCK)])
 
 
 def compare(kind: str, name: str, context: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -313,7 +326,7 @@ def compare(kind: str, name: str, context: int, options: argparse.Namespace) -> 
         peers.append("genai")
     if name not in MODELS:
         artifact_of(name, context, options, SLOTS)
-        peers += ["slots", *(["openvino"] if options.openvino else [])]
+        peers += ["slots", *(x for x in ("openvino", "node") if getattr(options, x))]
     workers = []
     for side in ("kvexport", *peers):
         command = [__file__, *sys.argv[1:], "--run", json.dumps([kind, side, name, context])]
@@ -322,9 +335,8 @@ def compare(kind: str, name: str, context: int, options: argparse.Namespace) -> 
     tokens = 1 if kind == "decode" else context
     own = figures["kvexport"]
     ratios = {peer: [b / a for a, b in zip(own, figures[peer], strict=True)] for peer in peers}
-    if "slots" in figures:
-        pairs = zip(figures["slots"], figures["llamacpp"], strict=True)
-        ratios["llamacpp_with_slots"] = [b / a for a, b in pairs]
+    for peer in {"llamacpp", "node"} & figures.keys() if "slots" in figures else ():
+        ratios[f"{peer}_with_slots"] = [b / a for a, b in zip(figures["slots"], figures[peer], strict=True)]
     goal = GOALS.get(name, (None, None))[kind == "prefill"]
     return {
         "tokens_per_second": {s: round(tokens / statistics.median(x), 1) for s, x in figures.items()},
@@ -350,10 +362,14 @@ def main() -> None:
     parser.add_argument("--file", type=Path)
     parser.add_argument("--name", default="file", help="of the model in --file")
     parser.add_argument("--openvino", default="")
+    parser.add_argument("--node", default="")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
-        serve(runner(*json.loads(options.run), options))
+        kind, side, name, context = json.loads(options.run)
+        if side == "node":
+            exec_node(kind, name, context, options)
+        serve(runner(kind, side, name, context, options))
         return
     from kvexport.backends.onnxruntime.operators import instruction_set, library
 

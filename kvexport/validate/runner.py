@@ -95,7 +95,9 @@ def validate_artifact(
         engine = load(path, backend=backend, cuda_graph=False, verify=False, float_input=True)
         method = recipe.cache.build_method()
         picture = make_picture(engine, seed)
-        tokens, texts = sequences(engine, length, batch, seed, () if picture is None else picture.ids.tolist())
+        later = later_calls(manifest.limits, recipe.cache.merge_prompts, parameters)
+        image_ids = () if picture is None else picture.ids.tolist()
+        tokens, texts = sequences(engine, length, batch, seed, sum(later), image_ids)
         used = used_plan(engine.plan, max(map(len, tokens)) + recipe.export.prefill_chunk)
         row_size = 0 if manifest.images is None else manifest.images.hidden
         runners, cut = runtime.runners(engine.model, manifest), None
@@ -127,7 +129,6 @@ def validate_artifact(
             comparison.encode(picture, pixels)
     elif picture is not None:
         result.no_image = len(picture.ids)
-    later = later_calls(manifest.limits, recipe.cache.merge_prompts)
     borders = picture.borders(recipe.export.prefill_chunk) if pixels and picture is not None else []
     calls = list(schedule(tokens, recipe.export.prefill_chunk, later, borders))
     whole = _whole_calls([prefill for _, prefill in calls])

@@ -18,26 +18,33 @@ from kvexport.plan.planner import settled_plan
 Ids = NDArray[np.int64]
 IMAGE = "an image, then "  # how the kind of a sequence begins that begins with a picture
 CHUNKS_PAST = 2  # chunks of a prompt that follow when the largest KV cache is full
-MERGES = 2  # merges of KV caches while decoding
 FEWEST_STEPS, MOST_STEPS = 8, 160  # bounds of the number of decode steps
 LARGEST = 2.0  # bound of a head's capacity, relative to the mean; some heads have 35 times another head's budget
 MEMORY = 2 << 30  # default bound of the bytes of all copies of the lanes' states
-SEQUENCES = {4e9: 1, 1e9: 2, 0: 3}  # largest default number of sequences, by the parameters that a model has more than
+# By the parameters that a model has more than: the largest default number of sequences, and the merges of KV caches
+# while decoding. PyTorch dequantizes all weights of a packed model for every call, so a large model gets fewer calls.
+SEQUENCES = {1e9: 1, 0: 3}
+MERGES = {1e9: 1, 0: 2}
 COPIES = 10  # copies of a state: two runs of PyTorch and three of the engine, each before and after a call
 
 
-def later_calls(limits: Limits, merge_prompts: str) -> list[int]:
+def later_calls(limits: Limits, merge_prompts: str, parameters: int) -> list[int]:
     """Return the number of tokens in each decoder call that follows the prompt of a validation sequence.
 
     A call of one token decodes, and a call of more tokens reads a later prompt of the same conversation.
     """
-    steps = MERGES * limits.merge_every + 4
+    merges = _for(MERGES, parameters)
+    steps = merges * limits.merge_every + 4
     if merge_prompts == "chunks" or steps <= MOST_STEPS:
         return [1] * min(max(FEWEST_STEPS, steps), MOST_STEPS)
     turn, chunk = limits.merge_every - FEWEST_STEPS, limits.prefill_chunk
     chunks = [min(chunk, turn - start) for start in range(0, turn, chunk)]
     one = [1] * (FEWEST_STEPS // 2)
-    return [*one, *chunks, *one] * MERGES + [1] * 4
+    return [*one, *chunks, *one] * merges + [1] * 4
+
+
+def _for(counts: dict[float, int], parameters: int) -> int:
+    return next(count for least, count in counts.items() if parameters >= least)
 
 
 def default_length(plan: CachePlan, limits: Limits, later: int) -> int:
@@ -52,19 +59,19 @@ def default_length(plan: CachePlan, limits: Limits, later: int) -> int:
 
 def default_batch(plan: CachePlan, limits: Limits, parameters: int) -> int:
     """Return the default number of validation sequences: three, or fewer for a large model or large KV caches."""
-    most = next(count for least, count in SEQUENCES.items() if parameters >= least)
     fits = MEMORY // (COPIES * plan.bytes(1))
-    return int(max(1, min(most, limits.max_batch, fits)))
+    return int(max(1, min(_for(SEQUENCES, parameters), limits.max_batch, fits)))
 
 
 def sequences(
-    engine: Any, length: int | None, batch: int, seed: int, image: Sequence[int] = ()
+    engine: Any, length: int | None, batch: int, seed: int, later: int, image: Sequence[int] = ()
 ) -> tuple[list[Ids], list[str]]:
     """Return the token ids of every validation sequence, and the kind of each, "text" or "random".
 
     The longest sequence comes first; the next sequences are 2/3, 1/2, ... as long. Text and random tokens alternate if
-    the artifact's tokenizer decodes an encoded text to the same text; otherwise all tokens are random. If the tokens
-    `image` of a picture have room, the prompt of the longest sequence begins with them, and its kind with IMAGE.
+    the artifact's tokenizer decodes an encoded text to the same text; otherwise all tokens are random. `later` is the
+    number of tokens that follow the prompt of the longest sequence. If the tokens `image` of a picture have room, that
+    prompt begins with them, and the sequence's kind with IMAGE.
     """
     limits = engine.manifest.limits
     if not 1 <= batch <= limits.max_batch:
@@ -72,7 +79,6 @@ def sequences(
             f"a batch of {batch}, but the artifact was built for 1 to {limits.max_batch}", f"--batch {limits.max_batch}"
         )
     recipe = engine.manifest.recipe
-    later = sum(later_calls(limits, recipe.cache.merge_prompts))
     default = default_length(settled_plan(recipe, engine.plan), limits, later) + len(image)
     longest = min(length or default, limits.max_length)
     text = _text_ids(engine)

@@ -93,6 +93,10 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "places": ("ballot", "tiny", "cache.positions=cache"),
     "fitted": ("attention_matching", "tiny", "cache.parameters={after: ballot, queries: 24, change_max: 10.0}"),
     "full": ("full", "tiny", "export.prefill_chunk=8"),
+    # validate allows quantized caches more, so bugs are planted for them too.
+    "int8": ("ballot", "tiny", "cache.dtype=int8"),
+    "int8 keepkv": ("keepkv", "tiny", "cache.dtype=int8"),
+    "int4": ("ballot", "tiny", "cache.dtype=int4"),
 }
 SHAPE = dict(vocab_size=64, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=None,

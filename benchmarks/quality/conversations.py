@@ -18,7 +18,8 @@ calls   BFCL's multi-turn conversations (multi_turn_base). The true calls and th
         BFCL's own score lets the model's calls change the state of the tools, which a model of 1.5B hardly survives.
 
 Everything before a question is read and compressed turn by turn, before the question is known. Answers are greedy.
-Intervals of 95 % come from a bootstrap over questions. Writes benchmarks/results/conversations-NAME.json.
+Intervals of 95 % come from a bootstrap over questions. Writes benchmarks/results/conversations-NAME.json, in which rows
+of settings that are not measured again stay.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.common import options_of, save
+from benchmarks.common import earlier, options_of, save
 from benchmarks.quality.ruler import BATCH, contained, decoded, engine_of, ids_of, interval
 from kvexport.engine.engine import Engine
 
@@ -328,7 +329,8 @@ def main() -> None:
     settings = [label for label in methods if label.startswith("full")]
     slots = [options.tokens // int(part) for part in options.parts.split(",")]
     settings += [f"{label}/{n}" for n in slots for label in methods if not label.startswith("full")]
-    results = []
+    name = f"conversations-{options.name}"
+    results = {row["setting"]: row for row in earlier(name).get("rows", [])}
     for setting in settings:
         file = options.work / f"{setting.replace('/', '-').replace(':', '_')}-{options.tokens}.json"
         found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
@@ -338,9 +340,9 @@ def main() -> None:
                 found[test] = scores_of(engine, TESTS[test](engine, options))
                 file.write_text(json.dumps(found))
                 print(f"{setting} {test}: {shown(found[test])} of {len(found[test])}", flush=True)
-        results.append({"setting": setting, **{test: shown(scores) for test, scores in found.items()}})
+        results[setting] = {"setting": setting, **{test: shown(scores) for test, scores in found.items()}}
     conditions = {"model": options.model, "tokens": options.tokens, "questions": {k: len(v) for k, v in found.items()}}
-    save(f"conversations-{options.name}", {**conditions, "rows": results})
+    save(name, {**conditions, "rows": list(results.values())})
 
 
 if __name__ == "__main__":

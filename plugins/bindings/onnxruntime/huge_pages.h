@@ -2,6 +2,7 @@
 // then translates more addresses than its translation tables have entries, and its prefetching ends at every page.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -11,7 +12,9 @@
 #include <string>
 
 #if defined(__linux__)
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 namespace kv {
@@ -142,12 +145,33 @@ inline std::shared_ptr<void> huge_memory(size_t bytes) {
   return std::shared_ptr<void>(chunk, place);
 }
 
-// After a copy of the data: if the data is a mapped file, the kernel may now free its pages first when memory is short.
+#if defined(__linux__)
+// Returns whether the kernel can read all pages from `from` to `to` again: it says that none is anonymous memory.
+inline bool pages_of_file(uintptr_t from, uintptr_t to, uintptr_t page) {
+  constexpr uint64_t kPresent = uint64_t{1} << 63, kSwapped = uint64_t{1} << 62, kOfFile = uint64_t{1} << 61;
+  const int map = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+  if (map < 0) return false;
+  bool all = true;
+  for (uint64_t entries[512]; all && from < to;) {
+    const size_t count = std::min<size_t>(512, (to - from) / page), bytes = count * sizeof(uint64_t);
+    all = pread(map, entries, bytes, static_cast<off_t>(from / page * sizeof(uint64_t))) == static_cast<ssize_t>(bytes);
+    for (size_t i = 0; all && i < count; ++i)
+      all = !(entries[i] & kSwapped) && (!(entries[i] & kPresent) || entries[i] & kOfFile);
+    from += count * page;
+  }
+  close(map);
+  return all;
+}
+#endif
+
+// After a copy of the data: if the data is a mapped file, its pages leave this process's memory. The kernel's cache of
+// files keeps them as long as it has room.
 inline void give_up(const void* data, size_t bytes) {
-#if defined(MADV_COLD)
-  const uintptr_t page = 4096, from = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
+#if defined(__linux__)
+  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const uintptr_t from = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
   const uintptr_t to = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
-  if (to > from) madvise(reinterpret_cast<void*>(from), to - from, MADV_COLD);
+  if (to > from && pages_of_file(from, to, page)) madvise(reinterpret_cast<void*>(from), to - from, MADV_DONTNEED);
 #else
   (void)data, (void)bytes;
 #endif

@@ -7,6 +7,7 @@
 #include "../node/packed.h"
 #include "huge_pages.h"
 #include "node.h"
+#include "threads.h"
 
 namespace kv {
 
@@ -26,6 +27,8 @@ inline size_t bytes_of(ONNXTensorElementDataType type, size_t count) {
       return count * (type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT ? 4 : 2);
   }
 }
+
+constexpr int64_t kMostSlices = 16;  // of a matrix that threads repack
 
 // The functions of cpu/kvexport_cpu.h by which a provider repacks packed weights that no run changes into panels.
 struct PanelFunctions {
@@ -174,10 +177,19 @@ struct Weight {
       return op + ": there is no memory for a packed weight of " + std::to_string(bytes) +
              " bytes, which is laid out for this processor when it is loaded; free memory, or load a smaller model";
     });
-    for (int64_t i = 0; i < count; ++i) {
-      const KvWeight matrix = kv_matrix_of(&at_rest, outputs, inputs, i);
-      functions.repack(&matrix, outputs, inputs, static_cast<char*>(memory.get()) + static_cast<size_t>(i) * one);
-    }
+    // A matrix whose halves are whole panels is two matrices; threads repack the smallest of them.
+    int64_t slices = 1;
+    const auto halves = [&](int64_t rows) {
+      return rows % 2 == 0 &&
+             2 * functions.bytes(&at_rest, rows / 2, inputs) == functions.bytes(&at_rest, rows, inputs);
+    };
+    while (slices < kMostSlices && halves(outputs / slices)) slices *= 2;
+    const int64_t rows = outputs / slices;
+    const size_t slice = one / static_cast<size_t>(slices);
+    in_threads(count * slices, [&](int64_t i) {
+      const KvWeight matrix = kv_matrix_of(&at_rest, rows, inputs, i);
+      functions.repack(&matrix, rows, inputs, static_cast<char*>(memory.get()) + static_cast<size_t>(i) * slice);
+    });
     for (Streamed* part : streamed())
       if (part->initializer) give_up(part->initializer, part->bytes);
     panels = memory;

@@ -78,6 +78,49 @@ def test_a_weight_stays_in_huge_pages_while_its_session_exists(one_linear: Path)
     assert megabytes(one_linear, {"KVEXPORT_HUGE_PAGES": "off"}) == [0, 0]
 
 
+# Gives up memory of the heap, a mapped file, and a mapped file with one changed page; prints how many pages are left.
+GIVE_UP = """
+#include <cstdio>
+#include <vector>
+#include "PLUGINS/bindings/onnxruntime/huge_pages.h"
+int main(int, char** arguments) {
+  const size_t page = sysconf(_SC_PAGESIZE), bytes = 1100 * page;
+  volatile int sum = 0;
+  const int file = open(arguments[1], O_RDONLY);
+  for (int kind = 0; kind < 3; ++kind) {
+    const int flags = MAP_PRIVATE | (kind ? 0 : MAP_ANONYMOUS);
+    char* data = static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, kind ? file : -1, 0));
+    volatile char* const all = data;
+    for (size_t i = 0; i < bytes; i += page)
+      if (kind == 0 || (kind == 2 && i == 700 * page)) all[i] = 7;
+      else sum = sum + all[i];
+    kv::give_up(data, bytes);
+    std::vector<uint64_t> entries(1100);
+    const int map = open("/proc/self/pagemap", O_RDONLY);
+    if (pread(map, entries.data(), 8800, reinterpret_cast<uintptr_t>(data) / page * 8) != 8800) return 1;
+    int present = 0;
+    for (uint64_t entry : entries) present += entry >> 63;
+    printf("%d %d ", present, all[700 * page]);
+  }
+}
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="not reached: Linux alone tells which pages are of a file")
+def test_copied_pages_of_a_file_leave_memory_and_others_stay(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(b"\5" * (1100 * os.sysconf("SC_PAGESIZE")))
+    (tmp_path / "give_up.cpp").write_text(GIVE_UP.replace("PLUGINS", str(PLUGINS)))
+    try:
+        command = ["g++", "-std=c++17", "-o", tmp_path / "give_up", tmp_path / "give_up.cpp"]
+        subprocess.run(command, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("not reached: there is no g++")
+    done = subprocess.run([tmp_path / "give_up", tmp_path / "weights"], capture_output=True, text=True, check=True)
+    heap, heap_value, mapped, mapped_value, changed, changed_value = map(int, done.stdout.split())
+    assert (heap, mapped, changed) == (1100, 0, 1100)
+    assert (heap_value, mapped_value, changed_value) == (7, 5, 7)
+
+
 @pytest.fixture(scope="module")
 def asks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A program that returns whether a number of bytes may be allocated on the machine whose files are under a root."""

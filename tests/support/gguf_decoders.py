@@ -128,6 +128,14 @@ NEMOTRON_H = {
     "head_dim": 16, "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 16,
     "conv_kernel": 4,
 }  # fmt: skip
+STATES_ALONE = {  # of models without attention, of which SIZES are not
+    "intermediate_size": 128, "num_attention_heads": None, "num_key_value_heads": None, "state_size": 16,
+}  # fmt: skip
+STATES_ALONE_META = {
+    "attention.head_count": 0, "feed_forward_length": 0, "attention.layer_norm_rms_epsilon": 1e-5,
+    "ssm.conv_kernel": 4, "ssm.inner_size": 128, "ssm.state_size": 16, "ssm.time_step_rank": 4,
+}  # fmt: skip
+SCAN_NAMES = {"mixer.A_log": "ssm_a", "mixer.D": "ssm_d"}
 GRANITE_META = {"attention.scale": 0.125, "embedding_scale": 12.0, "residual_scale": 0.25, "logit_scale": 8.0}
 
 
@@ -391,6 +399,19 @@ CASES = {  # by llama.cpp's name, the first word of the key
          "expert_gating_func": SIGMOID, "attention.layer_norm_rms_epsilon": 1e-5},
         {"feed_forward.expert_bias": "exp_probs_b.bias"},
     ),
+    "mamba": Case("mamba", {**STATES_ALONE, "tie_word_embeddings": True}, STATES_ALONE_META, SCAN_NAMES),
+    "mamba with norms of B and C": Case(  # llama.cpp adds the same number to the variance in these norms as in others
+        "falcon_mamba",
+        {**STATES_ALONE, "layer_norm_epsilon": 1e-6},
+        {**STATES_ALONE_META, "attention.layer_norm_rms_epsilon": 1e-6, "ssm.dt_b_c_rms": True},
+        SCAN_NAMES,
+    ),
+    "mamba2": Case(
+        "mamba2",
+        {**STATES_ALONE, "num_heads": 4, "head_dim": 32, "n_groups": 2, "chunk_size": 16},
+        {**STATES_ALONE_META, "ssm.group_count": 2},
+        MIXER_NAMES,
+    ),
     "gemma": Case("gemma", {"head_dim": 32, "tie_word_embeddings": True}, plus=1.0),
 }  # fmt: skip
 
@@ -469,7 +490,7 @@ def write_decoder(kind: str, file: Path, *, packed: bool = True) -> Any:
             return np.concatenate([put(f"{stem}gate.weight", gate), put(f"{stem}up.weight", up)])
         if own.endswith("A_log"):
             return np.log(-put(name, -np.exp(values if values.ndim > 1 else values[:, None]))).reshape(values.shape)
-        if own.endswith((".D", "mamba.norm.weight", "mixer.norm.weight")):
+        if own.endswith((".D", "mamba.norm.weight", "mixer.norm.weight")) and "ssm.group_count" in case.meta:
             rows = -1 if own.endswith(".D") else case.meta["ssm.group_count"]
             return put(name, values.reshape(rows, 1 if rows < 0 else -1)).reshape(-1)
         if own == "self_attn.conv1d.weight":
@@ -523,7 +544,7 @@ def write_decoder(kind: str, file: Path, *, packed: bool = True) -> Any:
 
 def layer_and_own(name: str) -> tuple[str, str]:
     """Return the number of a parameter's layer, "" if it has none, and its name in the layer."""
-    match = re.fullmatch(r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.+)", name)
+    match = re.fullmatch(r"(?:(?:model|backbone|gpt_neox)\.layers|transformer\.h)\.(\d+)\.(.+)", name)
     return (match[1], match[2]) if match else ("", name)
 
 

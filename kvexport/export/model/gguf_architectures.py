@@ -252,6 +252,16 @@ def _falcon_h1(meta: Meta, _: Any) -> dict[str, Any]:
     return {"mamba_d_head": meta["ssm.inner_size"] // meta["ssm.time_step_rank"]}
 
 
+def _mamba(meta: Meta, _: Any) -> dict[str, Any]:
+    normalized = {"model_type": "falcon_mamba"} if meta.get("ssm.dt_b_c_rms") else {}
+    return {**normalized, "expand": meta["ssm.inner_size"] // meta["embedding_length"]}
+
+
+def _mamba2(meta: Meta, _: Any) -> dict[str, Any]:
+    inner = meta["ssm.inner_size"]
+    return {"expand": inner // meta["embedding_length"], "head_dim": inner // meta["ssm.time_step_rank"]}
+
+
 def _nemotron_h(meta: Meta, _: Any) -> dict[str, Any]:
     heads, inner = meta["attention.head_count_kv"], meta["feed_forward_length"]  # 0 in a layer that has none
     experts = meta.get("expert_count", 0)
@@ -398,6 +408,16 @@ _MAMBA_SIZES = {
     "mamba_d_state": "ssm.state_size",
     "mamba_n_groups": "ssm.group_count",
 }
+_MIXER = {name: mine.replace("mamba", "mixer") for name, mine in _MAMBA.items()}
+# Of models without attention
+_BACKBONE = {
+    "token_embd": "backbone.embeddings",
+    "output_norm": "backbone.norm_f",
+    "output": "lm_head",
+    "attn_norm": "norm",
+}
+_BACKBONE_SIZES = {"conv_kernel": "ssm.conv_kernel", "state_size": "ssm.state_size"}
+_BIASES = {"use_bias": "ssm_in.bias", "use_conv_bias": "ssm_conv1d.bias"}
 _PER_LAYER = {
     "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
@@ -491,7 +511,7 @@ _NEMOTRON_H = Architecture(
         "attn_k": "mixer.k_proj",
         "attn_v": "mixer.v_proj",
         "attn_output": "mixer.o_proj",
-        **{name: mine.replace("mamba", "mixer") for name, mine in _MAMBA.items()},
+        **_MIXER,
         "ffn_up": "mixer.up_proj",
         "ffn_down": "mixer.down_proj",
         "ffn_gate_inp": "mixer.gate",
@@ -509,12 +529,7 @@ _NEMOTRON_H = Architecture(
         "mamba_num_heads": "ssm.time_step_rank",
     },
     {"n_group": 1, "topk_group": 1},
-    {
-        "attention_bias": "attn_q.bias",
-        "mlp_bias": "ffn_up.bias",
-        "use_bias": "ssm_in.bias",
-        "use_conv_bias": "ssm_conv1d.bias",
-    },
+    {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias", **_BIASES},
     norm="layer_norm_epsilon",
     config=_nemotron_h,
 )
@@ -809,6 +824,24 @@ ARCHITECTURES = {
         },
         {"n_group": 1, "topk_group": 1},
         config=lambda meta, _: _windows(meta),
+    ),
+    "mamba": Architecture(
+        "mamba",
+        {**_BACKBONE, **_without(_MIXER, "ssm_norm"), "ssm_x": "mixer.x_proj", "ssm_dt": "mixer.dt_proj"},
+        _BACKBONE_SIZES | {"time_step_rank": "ssm.time_step_rank"},
+        present=_BIASES,
+        norm="layer_norm_epsilon",
+        layers="backbone.layers",
+        config=_mamba,
+    ),
+    "mamba2": Architecture(
+        "mamba2",
+        {**_BACKBONE, **_MIXER},
+        _BACKBONE_SIZES | {"n_groups": "ssm.group_count", "num_heads": "ssm.time_step_rank"},
+        present=_BIASES,
+        norm="layer_norm_epsilon",
+        layers="backbone.layers",
+        config=_mamba2,
     ),
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": _NEMOTRON_H,

@@ -129,7 +129,8 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
             computed[name] = _by_head(name, entry, gguf.metadata.get(f"{kind}.attention.head_count"))
         elif match[2] in ("ssm_a", "ssm_d"):
             count = math.prod(entry.shape)
-            whole: tuple[int, ...] = (1, 1, count, 1) if "forget_gate" in own else (count,)  # Kimi Linear's
+            rows = entry.shape if entry.shape[-1] > 1 else (count,)  # Mamba has a number for each channel and state
+            whole: tuple[int, ...] = (1, 1, count, 1) if "forget_gate" in own else rows  # Kimi Linear's
             computed[name] = Ordered(name, entry, whole, logarithm=match[2] == "ssm_a")
         elif match[2] == "ssm_norm":
             plain[name] = replace(entry, shape=(math.prod(entry.shape),))
@@ -423,7 +424,7 @@ def write_texts(gguf: Gguf, folder: Path) -> None:
             if name != "unk" and f"tokenizer.ggml.{key}_token_id" in meta
         }
         config = {**_config(gguf), **ids}
-    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ArithmeticError, ValueError, AttributeError) as error:
         what = f"no {error.args[0]}" if isinstance(error, KeyError) else f"unusable metadata: {error}"
         raise UsageError(f"{gguf.file} has {what}", f"download {gguf.file.name} again") from error
     ends = end_ids(meta)
@@ -447,6 +448,12 @@ def _config(gguf: Gguf) -> dict[str, Any]:
     rope = {"rope_theta": base, "rope_type": "default", **_scaling(gguf, kind, base, rotated)}
     if architecture.partial and rotated:
         rope["partial_rotary_factor"] = rotated / (size or meta["embedding_length"] // heads)
+    attention = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": meta.get("attention.head_count_kv", heads),
+        "rope_parameters": rope,
+        **({"head_dim": size} if size else {}),
+    }
     config: dict[str, Any] = {
         "model_type": architecture.model_type,
         "dtype": "float32",
@@ -454,13 +461,10 @@ def _config(gguf: Gguf) -> dict[str, Any]:
         "hidden_size": meta["embedding_length"],
         **_inner_size(meta),
         "max_position_embeddings": meta["context_length"],
-        "num_attention_heads": heads,
         "num_hidden_layers": meta["block_count"] - meta.get("nextn_predict_layers", 0),
-        "num_key_value_heads": meta.get("attention.head_count_kv", heads),
-        "rope_parameters": rope,
+        **(attention if heads else {}),  # files of models without attention say that they have 0 heads
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "vocab_size": meta.get("vocab_size") or gguf.tensors["token_embd.weight"].shape[0],
-        **({"head_dim": size} if size else {}),
         **{name: meta[key] for name, key in architecture.keys.items()},
         **architecture.fixed,
         **{
@@ -476,10 +480,11 @@ def _config(gguf: Gguf) -> dict[str, Any]:
 
 
 def _inner_size(meta: Mapping[str, Any]) -> dict[str, int]:
-    """Return config.json's inner size of dense MLP layers; empty for a GGUF file that has only expert layers."""
+    """Return config.json's inner size of dense MLP layers; empty for a GGUF file that has no such layers."""
     if "expert_feed_forward_length" in meta and "feed_forward_length" not in meta:
         return {}
-    return {"intermediate_size": meta["feed_forward_length"]}
+    inner = meta["feed_forward_length"]
+    return {"intermediate_size": inner} if inner else {}
 
 
 def _scaling(gguf: Gguf, kind: str, base: float, size: int | None) -> dict[str, Any]:

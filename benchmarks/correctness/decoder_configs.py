@@ -82,6 +82,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "recurrent_gemma": {"num_hidden_layers": 3, "attention_window_size": WINDOW},
     "reformer": {"is_decoder": True},
+    "xlstm": {"hidden_size": 128, "chunk_size": 16},  # the cache of transformers takes no smaller sizes
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zamba2": {
         "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "mamba_ngroups": 2,

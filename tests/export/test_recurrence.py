@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from onnx import helper
-from transformers import FalconMambaConfig, Mamba2Config, MambaConfig, RwkvConfig
+from transformers import FalconMambaConfig, Mamba2Config, MambaConfig, RwkvConfig, xLSTMConfig
 
 from kvexport.backends.onnxruntime.operators import library
 from kvexport.engine.engine import Engine
@@ -153,6 +153,7 @@ STATE_ALONE: dict[str, Any] = {
         chunk_size=16,
     ),
     "rwkv": lambda: RwkvConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2, rescale_every=1),
+    "xlstm": lambda: xLSTMConfig(vocab_size=100, hidden_size=128, num_hidden_layers=2, num_heads=2, chunk_size=16),
 }  # fmt: skip
 
 

@@ -61,6 +61,8 @@ class RecurrentCache(PassThroughCache):
 
     def as_arguments(self, model: Any) -> dict[str, Any]:
         # These models write into states of their own. Hooks keep the states, so the models run without them.
+        if self.model_type == "xlstm":
+            return {"use_cache": False}
         return {**super().as_arguments(model), "use_cache": self.model_type not in ("rwkv", "recurrent_gemma")}
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -158,6 +160,13 @@ class RecurrentCache(PassThroughCache):
         return tuple(LayerStates(layer, tuple(tensors)) for layer, tensors in layers.items())
 
 
+class _Unbounded(int):
+    """A number that is never less than another, such as the number of tokens, which a trace does not know."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+
 def _name(kind: str, number: int) -> str:
     return f"{kind}_{number}" if number else kind
 
@@ -177,6 +186,10 @@ def recurring(model: Any, cache: RecurrentCache) -> Iterator[None]:
             layer = int(name.split(".")[2])
             methods[module.conv_1d, "forward"] = partial(_own_convolution, cache, layer, module.conv_1d)
             methods[module.rg_lru, "_rnn_scan"] = partial(_rg_lru, cache, layer, module.rg_lru._rnn_scan)
+        if hasattr(module, "mlstm_backend"):  # xLSTM
+            backend, layer = module.mlstm_backend, int(name.split(".")[2])
+            methods[backend, "forward"] = partial(_mlstm, cache, layer, backend.forward, backend.config.eps)
+            model.config.max_inference_chunksize = _Unbounded()  # else the model compares the number of tokens with it
     for (module, name), method in methods.items():
         setattr(module, name, method)
     try:
@@ -393,6 +406,59 @@ def _rg_lru(
         state = state[..., None, None].to(past.dtype)
     cache.update_recurrent_state(cache.computed(state, past), layer)
     return output.to(hidden_states.dtype), None
+
+
+def _mlstm(
+    cache: RecurrentCache,
+    layer: int,
+    own: Callable[..., Any],
+    epsilon: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    igate: Tensor,
+    fgate: Tensor,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Compute the matrix memory of xLSTM as a gated linear attention.
+
+    Query and key are [B, H, T, dk], the value is [B, H, T, dv], the input gate i and the forget gate f are [B, H, T].
+    The memory C and the sum n of keys decay by sigmoid(f), and a token adds exp(i) k v and exp(i) k. The output is
+    q C / max(|q n|, 1). The state [B, H, dk, dv + 1] has n as another column of C: that of a value of ones.
+
+    The model divides C and n by exp(m), with m = max(log sigmoid(f) + m, i). m [B, H, 1] is in a convolution state,
+    which has the latest token's.
+    """
+    batch, heads, tokens, key_size = query.shape
+    cache.get_recurrent_state(layer)
+    past = cache.past_state(batch, heads, key_size, value.shape[3] + 1)
+    largest = cache.past.get((layer, "conv_state"))
+    if largest is None:
+        largest = torch.zeros(batch, heads, 1)
+    if cache.traced:
+        decay, added = functional.logsigmoid(fgate.float()), igate.float()
+        total, number = decay.cumsum(2), torch.arange(tokens, device=query.device)
+        earlier = torch.where(number <= number[:, None], (added - total)[:, :, None], -torch.inf).amax(3)
+        m = total + torch.maximum(largest, earlier)
+        before = cache.update_conv_state(m, layer, 0, 2)[..., :-1]
+        ones = torch.ones_like(m)[..., None]
+        rows = query, key.float() * torch.exp(added - m)[..., None], torch.cat([value.float(), ones], 3)
+        by_token = (rows[0].transpose(1, 2), rows[1].transpose(1, 2), rows[2].transpose(1, 2))
+        decay = (decay + before - m).transpose(1, 2)
+        sums, state = _placeholder(cache, by_token, past, decay, None, "gated", key_size**-0.5)
+        sums = sums.reshape(batch, tokens, heads, -1).transpose(1, 2)
+        output = sums[..., :-1] / (torch.maximum(sums[..., -1].abs(), torch.exp(-m)) + epsilon)[..., None]
+    else:
+        real = cache.real(tokens)
+        if real is not None:
+            igate, fgate = (torch.where(real[:, None], x, y) for x, y in ((igate, -torch.inf), (fgate, torch.inf)))
+        given = {"query": query, "key": key, "value": value, "igate": igate, "fgate": fgate}
+        states = {"c_initial": past[..., :-1], "n_initial": past[..., -1], "m_initial": largest}
+        output, (memory, keys, m) = own(**given, **states)
+        cache.present[layer, "conv_state"] = m.to(largest.dtype)
+        state = torch.cat([memory, keys[..., None]], 3).to(past.dtype)
+    cache.update_recurrent_state(cache.computed(state, past), layer)
+    return output.to(value.dtype), None
 
 
 def _placeholder(

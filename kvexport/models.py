@@ -157,10 +157,22 @@ def _without_cache(
 
     with contextlib.suppress(UsageError):  # the build raises the error again
         config = _config(recipe.recipe.model.path, recipe.recipe.model.revision)
-        if not {"num_attention_heads", "text_config"} & config.keys():  # the model itself is read only if it is open
+        if not _names_heads(config):  # the model itself is read only if it is open
             full = model_recipe(model, max_length=max_length, overrides=[*overrides, "cache.method=full"])
             return None if read_model(full.recipe, weights=False).plan.caches else full
     return None
+
+
+def _names_heads(config: Mapping[str, Any]) -> bool:
+    """Return whether a model has attention heads, by its config.json or by the names and defaults of its type."""
+    if config.get("num_attention_heads") or config.get("text_config"):
+        return True
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    name, heads = config.get("model_type"), "num_attention_heads"
+    if name not in CONFIG_MAPPING:
+        return False
+    return heads in CONFIG_MAPPING[name].attribute_map or hasattr(CONFIG_MAPPING[name], heads)
 
 
 def find_artifact(

@@ -57,6 +57,14 @@ def test_build_takes_a_folder_and_the_length_that_it_was_trained_for(tiny_checkp
     assert load_manifest(Path(other.strip())).recipe.cache.sinks == 2
 
 
+def test_heads_of_another_name_are_found_without_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = transformers.GPT2Config(vocab_size=100, n_embd=64, n_layer=2, n_head=4, n_positions=160)
+    checkpoint = str(save_checkpoint(tmp_path / "gpt2", config))
+    assert "num_attention_heads" not in json.loads(Path(checkpoint, "config.json").read_text())
+    monkeypatch.setattr("kvexport.export.build.read_model", lambda *_, **__: pytest.fail("the model was read"))
+    assert models._without_cache(model_recipe(checkpoint), checkpoint, None, ()) is None
+
+
 def test_a_model_without_attention_has_the_method_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = transformers.MambaConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2)
     checkpoint = save_checkpoint(tmp_path / "mamba", config)

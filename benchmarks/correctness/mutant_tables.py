@@ -80,20 +80,21 @@ VALIDATE: dict[str, list[tuple[str, ...]]] = {
 KERNELS: dict[str, list[tuple[str, ...]]] = {
     "cpu/linear/panel_products.cpp": [
         ("a group has the scale of the one before", "groups.scales(g, s)", "groups.scales(g ? g - 1 : 0, s)"),
-        ("a row has the step of another", "(unit * b.step[kFrom + i])", "(unit * b.step[kFrom])"),
-        ("the low byte of an input is dropped", "vi total = total_of(i, kBytes - 1);",
-         "vi total = total_of(i, kBytes - 1) & (kBytes == 2 ? -256 : -1);"),
+        ("a row has the step of another", "times(scale[s], b.step[kFrom + i])", "times(scale[s], b.step[kFrom])"),
+        ("the low byte of an input is dropped", "vf) * (1.0f / 256.0f);", "vf) * 0.0f;"),
         ("the low bytes of other rows are added", "fine & 1 << kGroup", "fine & 2 << kGroup"),
-        ("the upper bits of the first 16 inputs, 3 bits", "upper >>= odd ? 4 : 0;", "upper >>= 0;"),
+        ("the upper bits of the first 16 inputs, 3 bits", ">> (odd ? 4 : 0);", ">> 0;"),
+        ("numbers with super-scales lack their center", "static_cast<float>(-center_of(kRead)) * of_products",
+         "0.0f * of_products"),
     ],
     "cpu/linear/panel_groups.h": [
         ("a zero point is added", "* -scale_of_group", "* scale_of_group"),
         ("unsigned numbers with a minimum lack their center", " + static_cast<float>(center) * scale_of_group;", ";"),
         ("the other scale of a byte, 2 bits", "4 * (i & 1) & 15", "4 * (~i & 1) & 15"),
-        ("every fourth scale lacks bits, 3 bits", " | row(2) >> 6 << 4;", ";"),
+        ("every fourth scale lacks bits, 3 bits", " | row(2) >> 6 << 4) - 32", ") - 32"),
     ],
     "cpu/linear/rounding.h": [
-        ("a block's sum has no step", "= size * static_cast<float>(256 * high + low)",
+        ("a block's sum has no step", "= size / 256.0f * static_cast<float>(256 * high + low)",
          "= static_cast<float>(256 * high + low)"),
         ("half of the center, VNNI", "= -8 * high,", "= -4 * high,", "avx512vnni"),
     ],
@@ -104,9 +105,9 @@ KERNELS: dict[str, list[tuple[str, ...]]] = {
          "rest < kPanelColumns ? rest - 1 : kPanelColumns"),
     ],
     "cpu/linear/dot.h": [
-        ("8-bit weights are read without their sign", "with_sign(spread_bytes(x), w)", "spread_bytes(x)"),
-        ("inputs are read without their sign, portable", "static_cast<int32_t>(x[i])",
-         "static_cast<int32_t>(static_cast<uint8_t>(x[i]))", "portable"),
+        ("8-bit weights are read without their sign", "with_sign(x, w)), vf{})", "x), vf{})"),
+        ("inputs are read without their sign, portable", "(x << (24 - 8 * i) >> 24)", "(x >> 8 * i & 255)",
+         "portable"),
     ],
     "cpu/linear/panel_floats.h": [
         ("the high half of a byte is the low one, inputs as they are", "high = (all >> 4) & 0x0f0f0f0f;",

@@ -103,23 +103,25 @@ static inline vf load(const half* p) {
 #endif
 }
 
-static inline vf load(const int8_t* p) {
+// Returns W signed bytes, each in a lane.
+static inline vi load_i(const int8_t* p) {
 #if defined(__AVX512F__)
-  return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #elif defined(__AVX2__)
-  return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+  return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 #elif defined(KV_NEON)
   int32_t four;
   memcpy(&four, p, sizeof four);
-  const int16x4_t words = vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four))));
-  return (vf)vcvtq_f32_s32(vmovl_s16(words));
+  return (vi)vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)))));
 #else
   typedef int8_t vb __attribute__((vector_size(W)));
   vb v;
   memcpy(&v, p, sizeof v);
-  return __builtin_convertvector(v, vf);
+  return __builtin_convertvector(v, vi);
 #endif
 }
+
+static inline vf load(const int8_t* p) { return __builtin_convertvector(load_i(p), vf); }
 
 #if defined(__AVX2__)
 // Returns the 4-bit codes of the 8 bytes in the low half, each in a byte of its own.

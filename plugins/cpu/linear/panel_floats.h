@@ -13,7 +13,7 @@ constexpr int kMostUnit = 16;  // inputs of a unit of panels.h
 struct PanelFloats {
   const PanelLayout& l;
   PanelGroups groups;
-  const uint8_t* integers;
+  const uint8_t* at;  // the panel
   int bits, middle;
   bool has_table;
   Table<false> table;
@@ -21,7 +21,7 @@ struct PanelFloats {
   PanelFloats(const KvWeight& weight, const PanelLayout& l, int64_t panel)
       : l(l),
         groups(weight, l, static_cast<const uint8_t*>(weight.data) + panel * l.panel),
-        integers(static_cast<const uint8_t*>(weight.data) + panel * l.panel + l.integers),
+        at(static_cast<const uint8_t*>(weight.data) + panel * l.panel),
         bits(weight.bits),
         middle(center_of(weight)),
         has_table(weight.table != nullptr) {
@@ -34,7 +34,7 @@ struct PanelFloats {
     const vf scale = groups.scales(group, slice);
     const vf offset = groups.kind == PanelGroups::kNone ? vf{} : groups.offsets(group, slice, scale);
     vi all;
-    memcpy(&all, integers + l.line(k) + 4 * W * slice, sizeof all);
+    memcpy(&all, at + l.line(k) + 4 * W * slice, sizeof all);
     if (bits < 4) return narrow_unit(k, slice, all, scale, offset, v);
     vi low = all & 0x0f0f0f0f, high = (all >> 4) & 0x0f0f0f0f;
     if (has_table) {
@@ -47,11 +47,11 @@ struct PanelFloats {
     }
     if (bits == 8) low = all;
     if (l.chunk) {
-      const int each = bits - 4, at = static_cast<int>(k % l.chunk) / 4 * each;
+      const int each = bits - 4, shift = static_cast<int>(k % l.chunk) / 4 * each;
       vi upper;
-      memcpy(&upper, integers + l.high_line(k) + 4 * W * slice, sizeof upper);
+      memcpy(&upper, at + l.high_line(k) + 4 * W * slice, sizeof upper);
       const int32_t mask = each == 1 ? 0x01010101 : 0x03030303;
-      low |= (upper >> at & mask) << 4, high |= (upper >> (at + each) & mask) << 4;
+      low |= (upper >> shift & mask) << 4, high |= (upper >> (shift + each) & mask) << 4;
     }
     for (int i = 0; i < 4; ++i, low >>= 8, high >>= 8) {
       v[i] = __builtin_convertvector((low & 255) - middle, vf) * scale + offset;
@@ -64,7 +64,7 @@ struct PanelFloats {
   void narrow_unit(int64_t k, int slice, vi all, vf scale, vf offset, vf* v) const {
     vi upper{};
     if (l.chunk) {
-      memcpy(&upper, integers + l.high_line(k) + 4 * W * slice, sizeof upper);
+      memcpy(&upper, at + l.high_line(k) + 4 * W * slice, sizeof upper);
       upper >>= static_cast<int>(k % l.chunk / 4);
     }
     for (int j = 0; j < l.unit; j += 4, all >>= 2, upper >>= 1) {

@@ -11,26 +11,27 @@ constexpr int kSlices = kPanelColumns / W;  // vectors of a panel's columns
 
 // The scale and the offset of W columns of one group: a value is (u - center) scale + offset.
 struct PanelGroups {
-  const uint8_t *scale, *offset;
-  const half* super;
-  int scale_type, center;        // offset = minimum + center scale; center is 0 for signed weights
-  int groups_shift, super_step;  // 2^groups_shift groups share super-scales, which are super_step numbers from the next
+  const uint8_t *scale, *offset, *super;
+  int scale_type, center;  // offset = minimum + center scale; center is 0 for signed weights
+  int64_t section;         // bytes of a section
+  int shift;               // 2^shift groups of a section share super-scales; 62 without sections
   enum Kind { kNone, kZero, kHalfMinimum, kFloatMinimum, kSubMinimum } kind;
 
   PanelGroups(const KvWeight& weight, const PanelLayout& l, const uint8_t* panel)
-      : scale(panel),
-        offset(panel + l.offsets),
-        super(reinterpret_cast<const half*>(panel + l.supers)),
-        scale_type(weight.scale_type) {
+      : scale(panel), offset(panel + l.offsets), super(panel + l.supers), scale_type(weight.scale_type) {
     kind = has_zeros(weight)                      ? kZero
            : !weight.minimum                      ? kNone
            : kv_is_sub_scale(weight.minimum_type) ? kSubMinimum
            : weight.minimum_type == KV_FLOAT32    ? kFloatMinimum
                                                   : kHalfMinimum;
     center = weight.is_signed ? 0 : center_of(weight);
-    groups_shift = l.group < KV_SUPER ? __builtin_ctz(static_cast<unsigned>(KV_SUPER / l.group)) : 0;
-    super_step = kind == kSubMinimum ? 2 * kPanelColumns : kPanelColumns;
+    shift = kv_is_sub_scale(scale_type) ? __builtin_ctz(static_cast<unsigned>(l.groups)) : 62;
+    section = l.bytes;
   }
+
+  // Returns the bytes from the first section to that of a group, and the groups of that section before it.
+  int64_t begin(int64_t group) const { return (group >> shift) * section; }
+  int64_t within(int64_t group) const { return group & ((int64_t{1} << shift) - 1); }
 
   static vf numbers(const uint8_t* at, bool floats, int64_t i) {
     return floats ? load(reinterpret_cast<const float*>(at) + i) : load(reinterpret_cast<const half*>(at) + i);
@@ -60,26 +61,27 @@ struct PanelGroups {
     memcpy(&power, &exponents, sizeof power);
     return power;
   }
-  // Returns number i of four sub-scales of 4 or 6 bits, whose bytes begin at `four`.
+  // Returns sub-scales number i of four groups, whose bytes begin at `four`.
   template <int kType>
-  static vf factor(const uint8_t* four, int i) {
+  static vi factor(const uint8_t* four, int i) {
     const auto row = [&](int n) { return bytes(four + n * kPanelColumns); };
-    if (kType == KV_SUB_SCALES_4) return __builtin_convertvector(row(i >> 1) >> 4 * (i & 1) & 15, vf);
-    const vi sixes = i < 3 ? row(i) & 63 : row(0) >> 6 | row(1) >> 6 << 2 | row(2) >> 6 << 4;
-    return __builtin_convertvector(sixes - 32, vf);
+    if (kType == KV_SUB_SCALES) return load_i(reinterpret_cast<const int8_t*>(four) + i * kPanelColumns);
+    if (kType == KV_SUB_SCALES_4) return row(i >> 1) >> 4 * (i & 1) & 15;
+    return (i < 3 ? row(i) & 63 : row(0) >> 6 | row(1) >> 6 << 2 | row(2) >> 6 << 4) - 32;
   }
   // Returns the sub-scales at `at`.
   vf factors(const uint8_t* at, int64_t group, int slice) const {
-    at += slice * W;
-    if (scale_type == KV_SUB_SCALES) return load(reinterpret_cast<const int8_t*>(at) + group * kPanelColumns);
-    const uint8_t* const four = at + group / 4 * kPanelColumns * kv_scale_bits(scale_type) / 2;
+    const uint8_t* const four = at + slice * W + group / 4 * kPanelColumns * kv_scale_bits(scale_type) / 2;
     const int i = static_cast<int>(group % 4);
-    return scale_type == KV_SUB_SCALES_4 ? factor<KV_SUB_SCALES_4>(four, i) : factor<KV_SUB_SCALES_6>(four, i);
+    return __builtin_convertvector(scale_type == KV_SUB_SCALES     ? factor<KV_SUB_SCALES>(four, i)
+                                   : scale_type == KV_SUB_SCALES_4 ? factor<KV_SUB_SCALES_4>(four, i)
+                                                                   : factor<KV_SUB_SCALES_6>(four, i),
+                                   vf);
   }
   // Returns the sub-scales at `at` times their super-scales. minimum: 1 for those of minima.
   vf sub_scales(const uint8_t* at, int64_t group, int slice, int minimum) const {
-    const half* const supers = super + (group >> groups_shift) * super_step + minimum * kPanelColumns;
-    return factors(at, group, slice) * load(supers + slice * W);
+    const half* const supers = reinterpret_cast<const half*>(super + begin(group)) + minimum * kPanelColumns;
+    return factors(at + begin(group), within(group), slice) * load(supers + slice * W);
   }
   vf scales(int64_t group, int slice) const {
     if (kv_is_sub_scale(scale_type)) return sub_scales(scale, group, slice, 0);
@@ -88,7 +90,10 @@ struct PanelGroups {
   }
   vf offsets(int64_t group, int slice, vf scale_of_group) const {
     const int64_t i = group * kPanelColumns + slice * W;
-    if (kind == kZero) return load(reinterpret_cast<const int8_t*>(offset) + i) * -scale_of_group;
+    if (kind == kZero) {
+      const uint8_t* const at = offset + begin(group) + within(group) * kPanelColumns + slice * W;
+      return load(reinterpret_cast<const int8_t*>(at)) * -scale_of_group;
+    }
     const vf minimum =
         kind == kSubMinimum ? sub_scales(offset, group, slice, 1) : numbers(offset, kind == kFloatMinimum, i);
     return minimum + static_cast<float>(center) * scale_of_group;

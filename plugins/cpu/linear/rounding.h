@@ -1,18 +1,18 @@
 // Rows x that are rounded to integers v of 16 bits, for products with panels. Each block of 8, 16 or 32 inputs of a row
 // has a step of its own:
 //
-//   step  = max |x| of the block / 32512
-//   v     = round(x / step) = 256 high + low, in two bytes; low is at least -127, so that its sign can change
+//   step  = max |x| of the block / 127
+//   v     = round(256 x / step) = 256 high + low, in two bytes; low is at least -127, so that its sign can change
 //   start = -8 x the sum of high, and likewise of low. Products with the unsigned integers u of a weight start with
 //           center / 8 times this number, so that they become products with u - center
-//   sum   = step x the sum of v
+//   sum   = step / 256 x the sum of v
 //
 // The step of a block with a number that is not finite is NaN. A block without a number of kLeastRounded or more is
 // rounded to zeros.
 //
 // Few rows always have both bytes. Their products wait for the weights' bytes, so the low bytes take no more time. With
 // kTallFrom rows or more (`tall`: a prompt) a block whose max |x| is at most kCoarse times the root mean square of its
-// row has only high bytes: low = 0 and v = 256 round(x / (256 step)). So only blocks of small numbers have the error of
+// row has only high bytes: low = 0 and v = 256 round(x / step). So only blocks of small numbers have the error of
 // 8 bits. A row's own numbers alone decide which of its blocks have low bytes, so the products of a row do not depend
 // on the other rows of the call.
 //
@@ -171,9 +171,11 @@ struct RoundedRows {
         memcpy(lower_bytes + k, &lower, static_cast<size_t>(inputs));
       }
     }
-    const float size = most < kLeastRounded ? 0.0f : most < infinite ? most / kMostRounded : __builtin_nanf("");
+    const float size = most < kLeastRounded ? 0.0f
+                       : most < infinite    ? most / (kMostRounded / 256.0f)
+                                            : __builtin_nanf("");
     const int high = sum_of(highs), low = sum_of(lows);
-    step[at + i] = size, sum[at + i] = size * static_cast<float>(256 * high + low);
+    step[at + i] = size, sum[at + i] = size / 256.0f * static_cast<float>(256 * high + low);
     start[kParts * at + i] = -8 * high, start[kParts * at + count + i] = -8 * low;
     return both;
   }

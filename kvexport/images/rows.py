@@ -187,7 +187,7 @@ def chunk_end(places: NDArray[np.int64], images: PromptImages | None, start: int
 def chunk_borders(places: NDArray[np.int64], images: PromptImages | None, start: int, chunk: int) -> list[int]:
     """Return where to cut the rest of a prompt, from token `start` on, into chunks of at most `chunk` tokens.
 
-    An image whose tokens attend to each other is not cut. `places` has the index of each token's image vector, and 0 for
+    An image whose tokens attend to each other is not cut. `places` has the index of each token's image vector, 0 for
     tokens of text.
 
     Raises:

@@ -326,7 +326,7 @@ def _shrunk(rows: NDArray[np.int64], most: int) -> tuple[NDArray[np.int64], NDAr
     """Shrink a grid [Y, X] of image vectors to about `most` vectors, if it has over 1.2 times as many.
 
     Return the indices [y, x, k] of the k vectors of which each vector of the new grid is a mean, and their weights in
-    that mean: those of bilinear interpolation, as in PyTorch without aligned corners. k is 1 if the grid keeps its size.
+    that mean: those of bilinear interpolation, as in PyTorch without aligned corners. k is 1 if the grid is not shrunk.
     """
     ratio = math.sqrt(rows.size / most) if most else 0.0
     if ratio <= 1.1:

@@ -31,7 +31,12 @@ namespace KV_ISA {
 // Functions that take sums by reference are always inlined: otherwise the sums would not stay in registers.
 #define KV_INLINE __attribute__((always_inline)) inline
 // Loops over rows, bytes and slices have a pragma, so that the compiler unrolls them before it decides which arrays
-// stay in registers.
+// stay in registers. Vectors of four lanes have four slices: with the pragma, compiling takes five times as long.
+#if KV_WIDTH >= 8
+#define KV_UNROLL _Pragma("GCC unroll 16")
+#else
+#define KV_UNROLL
+#endif
 
 // Returns the integers of one slice of a line. Whole lines are never copied: GCC copies an array of vectors by halves
 // of vectors, and a processor waits long for a vector whose halves were just written.
@@ -87,16 +92,16 @@ static KV_INLINE vi fifth_bits(vi upper, int quad) {
 template <Read kRead, int kQuads, int kRows, int kBytes, class Scale>
 static KV_INLINE void add_quads(const vi (&w)[kQuads][kSlices], const int8_t* x, int row, int64_t apart,
                                 const Scale (&scale)[kSlices], DotsOf<kRead> (&dots)[kRows][kBytes][kSlices]) {
-#pragma GCC unroll 16
+  KV_UNROLL
   for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 16
+    KV_UNROLL
     for (int p = 0; p < kBytes; ++p) {
       vi four[kQuads];
-#pragma GCC unroll 16
+      KV_UNROLL
       for (int q = 0; q < kQuads; ++q) four[q] = spread_bytes(x + p * apart + i * row + 4 * q);
-#pragma GCC unroll 16
+      KV_UNROLL
       for (int s = 0; s < kSlices; ++s) {
-#pragma GCC unroll 16
+        KV_UNROLL
         for (int q = 0; q < kQuads; ++q) dots[i][p][s].add(w[q][s], four[q]);
         if (DotsOf<kRead>::kMost == kQuads) dots[i][p][s].close(scale[s]);
       }
@@ -114,15 +119,15 @@ static KV_INLINE void narrow_dots(const uint8_t* integers, bool odd, const int8_
   __builtin_prefetch(ahead, 0, kSecondCache);
   if (kThree) __builtin_prefetch(ahead + kPanelLine, 0, kSecondCache);
   vi all[kSlices], upper[kSlices];
-#pragma GCC unroll 16
+  KV_UNROLL
   for (int s = 0; s < kSlices; ++s) {
     all[s] = slice_of(integers + (kThree ? (1 + odd) * kPanelLine : 0), s);
     if (kThree) upper[s] = slice_of(integers, s) >> (odd ? 4 : 0);
   }
-#pragma GCC unroll 16
+  KV_UNROLL
   for (int q = 0; q < 4; ++q) {
     vi w[1][kSlices];
-#pragma GCC unroll 16
+    KV_UNROLL
     for (int s = 0; s < kSlices; ++s) {
       w[0][s] = (all[s] >> 2 * q) & 0x03030303;
       if (kThree) w[0][s] |= (q < 2 ? upper[s] << (2 - q) : upper[s] >> (q - 2)) & 0x04040404;
@@ -143,7 +148,7 @@ static KV_INLINE void dots_of_block(const uint8_t* integers, const int8_t* value
   const int block = kBlock ? kBlock : size;
   vi upper[kSlices];
   if (kHigh) {
-#pragma GCC unroll 16
+    KV_UNROLL
     for (int s = 0; s < kSlices; ++s) upper[s] = slice_of(integers, s);
     integers += kPanelLine;
     __builtin_prefetch(ahead + block / kUnit * kPanelLine, 0, kSecondCache);
@@ -152,7 +157,7 @@ static KV_INLINE void dots_of_block(const uint8_t* integers, const int8_t* value
   for (int k = 0; k < block; k += kUnit, integers += kPanelLine) {
     __builtin_prefetch(ahead + k / kUnit * kPanelLine, 0, kSecondCache);
     vi w[kUnit / 4][kSlices];
-#pragma GCC unroll 16
+    KV_UNROLL
     for (int s = 0; s < kSlices; ++s) {
       const vi all = slice_of(integers, s);
       if constexpr (kRead == Read::kEight) {
@@ -193,7 +198,7 @@ static KV_INLINE void add_block(const PanelBlock& b, const ScaleOf<kSuper> (&sca
   const int8_t* const values = b.values + kFirst * b.apart + kFrom * b.size;
   const int32_t* const starts = b.start + kFirst * kRows + kFrom;
   const auto add_slice = [&](int s, const auto& total_of) {
-#pragma GCC unroll 16
+    KV_UNROLL
     for (int i = 0; i < kCount; ++i) {
       vf number = __builtin_convertvector(total_of(i, 0), vf);
       if (kPass == Pass::kBoth) number += __builtin_convertvector(total_of(i, kBytes - 1), vf) * (1.0f / 256.0f);
@@ -222,11 +227,11 @@ static KV_INLINE void add_block(const PanelBlock& b, const ScaleOf<kSuper> (&sca
 #endif
   typedef DotsOf<kRead> Columns[kBytes][kSlices];
   Columns dots[kCount];
-#pragma GCC unroll 16
+  KV_UNROLL
   for (int i = 0; i < kCount; ++i) {
-#pragma GCC unroll 16
+    KV_UNROLL
     for (int p = 0; p < kBytes; ++p) {
-#pragma GCC unroll 16
+      KV_UNROLL
       for (int s = 0; s < kSlices; ++s)
         dots[i][p][s] = DotsOf<kRead>(kStarts ? splat_i(start_of<kRead>(starts[p * kRows + i])) : vi{});
     }
@@ -235,7 +240,7 @@ static KV_INLINE void add_block(const PanelBlock& b, const ScaleOf<kSuper> (&sca
     narrow_dots<kRead>(b.integers, b.odd, values, b.apart, b.ahead, scale, dots);
   else
     dots_of_block<kRead, kCount, kBlock>(b.integers, values, b.apart, b.size, b.ahead, b.table, scale, dots);
-#pragma GCC unroll 16
+  KV_UNROLL
   for (int s = 0; s < kSlices; ++s)
     add_slice(s, [&](int i, int p) {
       if (DotsOf<kRead>::kMost == 8) dots[i][p][s].close(scale[s]);
@@ -301,9 +306,9 @@ static void panel_tile(const KvWeight& weight, const PanelLayout& l, const uint8
       }
     }
   }
-#pragma GCC unroll 16
+  KV_UNROLL
   for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 16
+    KV_UNROLL
     for (int s = 0; s < kSlices; ++s) store(out + i * stride + s * W, y[i][s]);
   }
 }
@@ -328,13 +333,13 @@ static void super_tile(const KvWeight&, const PanelLayout& l, const uint8_t* pan
     const vf none[kSlices] = {};
     for (int four = 0; four < KV_SUPER / kBlock / kFour; ++four, scale += kFactors, minimum += kFactors) {
       Whole factor[kFour][kSlices];
-#pragma GCC unroll 16
+      KV_UNROLL
       for (int i = 0; i < kFour; ++i) {
-#pragma GCC unroll 16
+        KV_UNROLL
         for (int s = 0; s < kSlices; ++s) {
           factor[i][s] = whole(PanelGroups::factor<kType>(scale + s * W, i));
           const vf other = __builtin_convertvector(PanelGroups::factor<kType>(minimum + s * W, i), vf);
-#pragma GCC unroll 16
+          KV_UNROLL
           for (int r = 0; r < kRows; ++r) least[r][s] += other * b.sum[i * kRows + r];
         }
       }
@@ -347,19 +352,19 @@ static void super_tile(const KvWeight&, const PanelLayout& l, const uint8_t* pan
         b.ahead += kBytes, b.values += kBlock * kRows, b.step += kRows, b.sum += kRows;
       }
     }
-#pragma GCC unroll 16
+    KV_UNROLL
     for (int s = 0; s < kSlices; ++s) {
       const half* const supers = reinterpret_cast<const half*>(section + l.supers) + s * W;
       const vf of_products = load(supers);
       const vf of_least =
           has_minimum(kRead) ? load(supers + kPanelColumns) : static_cast<float>(-center_of(kRead)) * of_products;
-#pragma GCC unroll 16
+      KV_UNROLL
       for (int r = 0; r < kRows; ++r) y[r][s] += products[r][s] * of_products + least[r][s] * of_least;
     }
   }
-#pragma GCC unroll 16
+  KV_UNROLL
   for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 16
+    KV_UNROLL
     for (int s = 0; s < kSlices; ++s) store(out + r * stride + s * W, y[r][s]);
   }
 }

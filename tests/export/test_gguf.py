@@ -287,7 +287,7 @@ def test_sentencepiece_merges_the_pair_of_highest_score(tmp_path: Path, tiny_che
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"general.architecture": "mamba"}, "holds a 'mamba', expected one of llama"),
+        ({"general.architecture": "rwkv7"}, "holds a 'rwkv7', expected one of llama"),
         ({"general.architecture": "clip"}, "no model but the encoder of images"),
         ({"general.type": "adapter"}, "no model but a LoRA adapter"),
         ({"general.type": "imatrix"}, "no model but an importance matrix"),

@@ -36,7 +36,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "bert": ("BertConfig", {**models.SIZES, "pad_token_id": 0}, "is not causal"),
     "doge": ("DogeConfig", models.SIZES, "computes with its attention mask in code of its own"),
-    "xlstm": ("xLSTMConfig", {"hidden_size": 64, "num_hidden_layers": 2}, "keeps its cache in a class of its own"),
     "minimax": ("MiniMaxConfig", models.SIZES, "keeps its cache in a class of its own"),
     "deepseek_v4": (
         "DeepseekV4Config",

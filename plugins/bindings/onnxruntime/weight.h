@@ -180,8 +180,8 @@ struct Weight {
     // A matrix whose halves are whole panels is two matrices; threads repack the smallest of them.
     int64_t slices = 1;
     const auto halves = [&](int64_t rows) {
-      return rows % 2 == 0 &&
-             2 * functions.bytes(&at_rest, rows / 2, inputs) == functions.bytes(&at_rest, rows, inputs);
+      const int64_t half = rows / 2;  // of whole panels if one row more takes more memory
+      return rows % 2 == 0 && functions.bytes(&at_rest, half + 1, inputs) > functions.bytes(&at_rest, half, inputs);
     };
     while (slices < kMostSlices && halves(outputs / slices)) slices *= 2;
     const int64_t rows = outputs / slices;

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from kvexport.engine.completion import Completion
 from kvexport.engine.engine import Engine
@@ -18,8 +18,6 @@ from kvexport.images.decode import ImageInput
 from kvexport.language.chat import Message
 from kvexport.language.settings import GenerationSettings
 from kvexport.language.token import Token
-
-T = TypeVar("T")
 
 
 class AsyncEngine:
@@ -119,7 +117,7 @@ class AsyncEngine:
         added: asyncio.Queue[None] = asyncio.Queue()
         taken = 0
         try:
-            await self._call(lambda: self._add(request, added))
+            await asyncio.wrap_future(self._started().call(lambda: self._add(request, added)))
             while True:
                 await added.get()
                 if self._failure is not None:
@@ -146,9 +144,6 @@ class AsyncEngine:
             self._thread = EngineThread(self.engine, self._advanced, self._failed)
             self._thread.start()
         return self._thread
-
-    async def _call(self, function: Callable[[], T]) -> T:
-        return await asyncio.wrap_future(self._started().call(function))
 
     # ---- methods that run in the engine's thread ----
 

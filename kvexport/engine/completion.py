@@ -1,14 +1,13 @@
-"""The whole answers (completions) to prompts that are submitted together, collected over the engine's steps."""
+"""The whole answers (completions) to prompts that are submitted together, collected from their tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
-from kvexport.engine.request import FINISHED, Bundle, FinishReason, Prompt, Request, Timing
+from kvexport.engine.request import FinishReason, Prompt
 from kvexport.errors import UsageError
 from kvexport.language.answer import AnswerPlan, ToolCall
 from kvexport.language.token import Token
@@ -56,53 +55,6 @@ class Completion:
         answer.add(self.text, self.finish_reason)
         self.text, self.reasoning, self.tool_calls = answer.text, answer.reasoning, answer.calls
         return self
-
-
-class Steps(Protocol):
-    """The methods of an engine that `tokens_of` calls to run requests."""
-
-    timing: Timing  # of the latest call of `tokens_of`, which sets it
-
-    def add(self, request: Request) -> int:
-        """Queue a request until it gets a lane (row of the batch), and return its number."""
-        ...
-
-    def cancel(self, request_id: int) -> bool:
-        """End a request of the engine by its number. Return False if the request had finished already."""
-        ...
-
-    def step(self) -> list[Request]:
-        """Advance all requests of the engine by one step, and return those that got tokens or failed."""
-        ...
-
-
-def tokens_of(
-    engine: Steps, requests: Sequence[Request], bundle: Bundle, on_prefill: Callable[[int, int], None] | None
-) -> Iterator[Token]:
-    """Run requests that were submitted together, and yield their tokens in the order in which they are chosen.
-
-    `on_prefill` is called with the number of prompt tokens read so far and the number of all prompt tokens.
-    """
-    engine.timing = bundle.timing
-    done, total = 0, sum(len(request.prompt) for request in requests)
-    try:
-        for request in requests:
-            engine.add(request)
-        while True:
-            while bundle.new:  # a step of another caller may have added tokens
-                yield bundle.new.popleft()
-            if all(request.state is FINISHED for request in requests):
-                break
-            engine.step()
-            if done < total:
-                before, done = done, sum(request.done for request in requests)
-                if on_prefill is not None and done > before:
-                    on_prefill(done, total)
-    finally:
-        for request in requests:
-            engine.cancel(request.id)
-    if failed := [request.error for request in requests if request.error is not None]:
-        raise failed[0]
 
 
 def collect(prompt_tokens: Sequence[int], tokens: Iterable[Token]) -> list[Completion]:

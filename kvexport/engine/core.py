@@ -22,7 +22,7 @@ from kvexport.engine.lane_pool import LanePool
 from kvexport.engine.lanes import Lanes
 from kvexport.engine.options import EngineOptions
 from kvexport.engine.prefixes import Prefixes
-from kvexport.engine.request import DECODING, FINISHED, FinishReason, Ids, Prompt, Request, Timing
+from kvexport.engine.request import DECODING, FINISHED, FinishReason, Ids, Prompt, Request, Timing, empty_lane
 from kvexport.engine.scheduler import Schedule, Scheduler
 from kvexport.engine.speculation import drafter_of
 from kvexport.engine.turns import Turns
@@ -286,7 +286,10 @@ class EngineCore:
         self._scheduler.remove(request)
 
     def _snapshot(self, request: Request) -> Snapshot:
-        saved = self._pool.lanes.save(request.lane) if request.lane >= 0 else request.waiting_state(self.plan)
+        if request.lane >= 0:
+            saved = self._pool.lanes.save(request.lane)
+        else:  # it waits, and would have started from this state
+            saved = empty_lane(self.plan) if request.start is None else request.start.saved
         return request.snapshot_with(saved, self.origin)
 
     def _expire(self) -> list[Request]:

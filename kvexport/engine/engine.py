@@ -13,10 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.backends.model_state import ImageEncoder
-from kvexport.engine.completion import Completion, as_batch, collect, tokens_of
+from kvexport.engine.completion import Completion, as_batch, collect
 from kvexport.engine.core import EngineCore
 from kvexport.engine.options import EngineOptions
-from kvexport.engine.request import Bundle, Pin, Processors, Prompt, Ranges, Request, as_processors, ranges_of
+from kvexport.engine.request import (
+    FINISHED,
+    Bundle,
+    Pin,
+    Processors,
+    Prompt,
+    Ranges,
+    Request,
+    as_processors,
+    ranges_of,
+)
 from kvexport.errors import UsageError
 from kvexport.images.decode import ImageInput
 from kvexport.images.rows import PromptImages, encode_images, with_images
@@ -120,7 +130,31 @@ class Engine(EngineCore):
             Request(ids, settings, bundle, i, processors=processors, adapter=adapter, images=images, pin=pin)
             for i, ((ids, images), pin) in enumerate(zip(batch, pins or [()] * len(batch), strict=True))
         ]
-        return tokens_of(self, requests, bundle, on_prefill)
+        return self._tokens_of(requests, bundle, on_prefill)
+
+    def _tokens_of(
+        self, requests: Sequence[Request], bundle: Bundle, on_prefill: Callable[[int, int], None] | None
+    ) -> Iterator[Token]:
+        self.timing = bundle.timing
+        done, total = 0, sum(len(request.prompt) for request in requests)
+        try:
+            for request in requests:
+                self.add(request)
+            while True:
+                while bundle.new:  # a step of another caller may have added tokens
+                    yield bundle.new.popleft()
+                if all(request.state is FINISHED for request in requests):
+                    break
+                self.step()
+                if done < total:
+                    before, done = done, sum(request.done for request in requests)
+                    if on_prefill is not None and done > before:
+                        on_prefill(done, total)
+        finally:
+            for request in requests:
+                self.cancel(request.id)
+        if failed := [request.error for request in requests if request.error is not None]:
+            raise failed[0]
 
     def _encoded(
         self, prompts: Prompt | Sequence[Prompt], images: Sequence[Any]

@@ -21,9 +21,6 @@ class Forks:
         self._scheduler, self._pool = scheduler, pool
         self._parents: list[Request] = []  # requests whose `prompt_end` is set
 
-    def __len__(self) -> int:
-        return len(self._parents)
-
     def read(self, request: Request, rows: Rows, index: int) -> None:
         if self._scheduler.forks(request):
             request.prompt_end = PromptEnd(rows.row(index).copy(), request.lane)

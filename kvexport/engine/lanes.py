@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -110,14 +110,6 @@ class Lanes:
     def read(self, lane: int, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
         """Return copies of one sequence's state tensors in host memory, as `ModelState.read` does."""
         return self._state().read(lane, names)
-
-    def view(self, lane: int) -> Mapping[str, NDArray[Any]] | None:
-        """Return views of one sequence's state tensors, as `ModelState.view` does; None if they are not on the host."""
-        return self._state().view(lane)
-
-    def write(self, lane: int, state: Mapping[str, NDArray[Any]]) -> None:
-        """Overwrite some state tensors of one sequence; the number of occupied slots must stay the same."""
-        self._state().write(lane, state)
 
     def save(self, lane: int) -> Saved:
         """Return the state tensors and counters of one sequence, for `restore`.
@@ -291,12 +283,9 @@ class Lanes:
     def _is_due(self, lane: int, at_once: bool) -> bool:
         return self._added[lane] > self._spare[lane] and (at_once or self._added[lane] >= self.merge_every)
 
-    def prefill(
-        self, prompts: Sequence[NDArray[np.int64]], on_chunk: Callable[[int, int], None] | None = None
-    ) -> NDArray[np.float32]:
+    def prefill(self, prompts: Sequence[NDArray[np.int64]]) -> NDArray[np.float32]:
         last: NDArray[np.float32] | None = None
-        longest = max(len(p) for p in prompts)
-        for start in range(0, longest, self.prefill_chunk):
+        for start in range(0, max(map(len, prompts)), self.prefill_chunk):
             chunks = [p[start : start + self.prefill_chunk] for p in prompts]
             unread = [lane for lane, prompt in enumerate(prompts) if len(prompt) > start + self.prefill_chunk]
             logits = self.append(chunks, prefill=True, unread=unread)
@@ -306,8 +295,6 @@ class Lanes:
                     if last is None:
                         last = np.zeros((self.count, row.shape[0]), dtype=np.float32)
                     last[lane] = row
-            if on_chunk is not None:
-                on_chunk(min(start + self.prefill_chunk, longest), longest)
         if last is None:
             raise ValueError("no prompt has a token")
         return last

@@ -32,9 +32,6 @@ class Prefixes:
         self._saved: OrderedDict[bytes, Saved] = OrderedDict()
         self._passed: OrderedDict[bytes, None] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._saved)
-
     def keys(self, ids: NDArray[np.int64], borders: Iterable[int], adapter: str | None = None, pins: Pins = ()) -> Keys:
         """Return the hashes of a prompt's tokens up to the end of each chunk before its last token.
 

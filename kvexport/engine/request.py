@@ -301,10 +301,6 @@ class Request:
         """Whether the request has no prompt of its own, and continues the answer or unread prompt of its snapshot."""
         return self.start is not None and len(self.prompt) == 0
 
-    def waiting_state(self, plan: CachePlan) -> Saved:
-        """Return the state from which a waiting request will start: its snapshot's, or an empty KV cache."""
-        return empty_lane(plan) if self.start is None else self.start.saved
-
     def snapshot_with(self, saved: Saved, origin: Origin) -> Snapshot:
         """Return a snapshot of the request, whose KV cache is in `saved`."""
         text = None if self.text is None or self.state is FINISHED else self.text.state()

@@ -127,7 +127,7 @@ class Scheduler:
         for request in list(self.waiting):
             if not free:
                 break
-            if not self._may_begin(request, [*self._prefilling, *admitted]):
+            if not self._is_ready(request) or self._follows(request, [*self._prefilling, *admitted]):
                 continue
             self.waiting.remove(request)
             lane = free.pop(0)
@@ -137,9 +137,6 @@ class Scheduler:
         self._prefilling.extend(request for request in admitted if request.state is PREFILLING)
         self._joining = [request for request in admitted if request.state is DECODING]
         return admitted
-
-    def _may_begin(self, request: Request, prefilling: Sequence[Request]) -> bool:
-        return self._is_ready(request) and not self._follows(request, prefilling)
 
     def _is_ready(self, request: Request) -> bool:
         """Return whether a waiting request can get a lane (row of the batch) now.

@@ -83,7 +83,7 @@ def test_the_memory_is_bounded_and_the_least_recently_used_go(tiny_artifact: Pat
     for n in (0, 1, 2, 0, 3, 4):
         answered(engine, prompts[n])
         assert engine.prefixes.nbytes <= 3 * size
-    assert len(engine.prefixes) == 3
+    assert len(engine.prefixes._saved) == 3
     assert [answered(engine, prompts[n])[0].cached_tokens for n in (0, 3, 4, 1)] == [16, 16, 16, 0]
     assert (engine.prefixes.queries, engine.prefixes.hits) == (10 * 17, 4 * 16)
     engine.prefixes = Prefixes(CHUNK, size - 1)
@@ -122,7 +122,7 @@ def test_a_lane_that_may_hold_nan_is_not_kept(engine: Engine, cold: Engine, monk
     with monkeypatch.context() as patch:
         patch.setattr(lanes.state, "decode", lambda *call: np.full_like(decode(*call), np.nan))
         assert answered(engine, prompt)[0].finish_reason == "error"
-    assert engine.prefixes is not None and len(engine.prefixes) == 0
+    assert engine.prefixes is not None and not engine.prefixes._saved
     assert tokens(engine, prompt) == tokens(cold, prompt)
 
 

@@ -135,7 +135,7 @@ def test_forks_read_the_prompt_once_and_equal_solo_runs(tiny_artifact: Path, eng
     assert [[token.id for token in each.tokens] for each in requests] == expected
     read = sum(each.timing.prompt_tokens for each in requests)
     assert read == len(LONG) and [each.cached_tokens for each in requests] == [0] + [len(LONG)] * 3
-    assert request.prompt_end is None and not len(own._forks)
+    assert request.prompt_end is None and not own._forks._parents
 
 
 @pytest.mark.parametrize("when", [0, 1, 3, 5, 6, 8])

@@ -105,7 +105,7 @@ class Schedule:
             self.read()
         for engine in self.engines:
             assert engine.step() == [] and not engine.busy
-            assert engine._scheduler.running() == [] and engine._requests == {} and len(engine._forks) == 0
+            assert engine._scheduler.running() == [] and engine._requests == {} and engine._forks._parents == []
             assert engine.prefixes is not None and engine.prefixes.nbytes <= engine.prefixes.limit
         return self.happened
 

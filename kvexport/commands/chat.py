@@ -103,12 +103,13 @@ class Chat:
         from kvexport.engine.request import Request
         from kvexport.state.sessions import next_turn
 
-        added, start = None, self.snapshot
-        if start is not None:
-            added = next_turn(self.engine, start, self.messages)
-        if added is None:
-            added, start = self.engine.encode_chat_with_images(self.messages), None
-        ids, images = added
+        start = self.snapshot
+        added = None if start is None else next_turn(self.engine, start, self.messages)
+        if added is not None:
+            ids, images, _ = added
+        else:
+            start = None
+            ids, images = self.engine.encode_chat_with_images(self.messages)
         return Request(ids, self.settings, start=start, keep=True, adapter=self.adapter, images=images)
 
     def command(self, line: str) -> bool:

@@ -19,7 +19,7 @@ from kvexport.serve.errors import ApiError
 from kvexport.serve.pictures import with_pictures
 from kvexport.serve.settings import ServeSettings
 from kvexport.state.lane import joined, pinned
-from kvexport.state.sessions import next_turn_and_text, pins_after
+from kvexport.state.sessions import next_turn, pins_after
 from kvexport.state.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Prompts:
 
         def work() -> EncodedChat | None:
             check = partial(self.check_length, at_least=True)
-            added = next_turn_and_text(self.engine, snapshot, bound, tools, check, **variables)
+            added = next_turn(self.engine, snapshot, bound, tools, check, **variables)
             if added is None:
                 return None
             ids, images, text = added

@@ -98,10 +98,6 @@ class SessionStore:
         """The number of sessions that were stored and not deleted, including sessions whose state was lost."""
         return len(self._known)
 
-    def names(self) -> list[str]:
-        files = [] if self._folder is None else sorted(p.stem for p in self._folder.glob(f"*{SUFFIX}"))
-        return [*(name for name in files if NAME.fullmatch(name) and name not in self._loaded), *self._loaded]
-
     def get(self, name: str) -> Snapshot | None:
         """Return the stored state of a session (conversation) as a snapshot; None if no session had this name yet."""
         mark = self.mark(name)
@@ -252,24 +248,12 @@ def next_turn(
     tools: Sequence[Mapping[str, Any]] | None = None,
     check: Callable[[int], None] | None = None,
     **variables: Any,
-) -> tuple[NDArray[np.int64], PromptImages | None] | None:
-    """Return the token ids and encoded images that a conversation adds to a snapshot, or None.
+) -> tuple[NDArray[np.int64], PromptImages | None, str] | None:
+    """Return the token ids and encoded images that a conversation adds to a snapshot, and its whole text; or None.
 
     The ids follow the snapshot's last token: the end of the model's answer, and all later messages. The result is None
     if the conversation does not begin like the snapshot, or if there is no chat template or tokenizer.
     """
-    added = next_turn_and_text(engine, snapshot, messages, tools, check, **variables)
-    return None if added is None else added[:2]
-
-
-def next_turn_and_text(
-    engine: Engine,
-    snapshot: Snapshot,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    check: Callable[[int], None] | None = None,
-    **variables: Any,
-) -> tuple[NDArray[np.int64], PromptImages | None, str] | None:
     if engine.chat_template is None or engine.tokenizer is None:
         return None
     tokenizer, seen = engine.tokenizer, snapshot.ids.tolist()

@@ -270,12 +270,7 @@ def _check_tensors(snapshot: Snapshot, plan: CachePlan) -> None:
                 shape[axis] = slots
             elif tensor.name in RING:
                 shape[1] = min(shape[1], rows)
-            if array.dtype != dtypes[tensor.name] or list(array.shape) != shape:
-                raise damaged(
-                    f"{name} is {array.dtype} {list(array.shape)}, the artifact has {dtypes[tensor.name]} {shape}"
-                )
-            if array.dtype.kind == "f" and not np.isfinite(array).all():
-                raise damaged(f"{name} holds NaN or infinity, from which every token of the answer would be wrong")
+            _check_array(name, array, dtypes[tensor.name], shape)
         if not (np.isfinite(votes) & (votes >= 0)).all():
             raise damaged(f"past_key_values.{i}.votes holds numbers that are no votes")
         for head, part in enumerate(slots_of(layer.first_slots(most))):
@@ -292,13 +287,14 @@ def _check_states(snapshot: Snapshot, plan: CachePlan) -> None:
         shapes, dtypes = layer.shapes(1), layer.dtypes()
         for tensor in layer.state:
             name, shape = tensor.past(layer.place), list(shapes[tensor.name][1:])
-            array = snapshot.state[name]
-            if array.dtype != dtypes[tensor.name] or list(array.shape) != shape:
-                raise damaged(
-                    f"{name} is {array.dtype} {list(array.shape)}, the artifact has {dtypes[tensor.name]} {shape}"
-                )
-            if array.dtype.kind == "f" and not np.isfinite(array).all():
-                raise damaged(f"{name} holds NaN or infinity, from which every token of the answer would be wrong")
+            _check_array(name, snapshot.state[name], dtypes[tensor.name], shape)
+
+
+def _check_array(name: str, array: NDArray[Any], dtype: np.dtype[Any], shape: list[int]) -> None:
+    if array.dtype != dtype or list(array.shape) != shape:
+        raise damaged(f"{name} is {array.dtype} {list(array.shape)}, the artifact has {dtype} {shape}")
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise damaged(f"{name} holds NaN or infinity, from which every token of the answer would be wrong")
 
 
 def _extent(array: NDArray[Any]) -> int:

@@ -36,14 +36,11 @@ class CompletionBody(Sampling):
         refuse(self, "suffix", ("",), "the model continues a prompt and fills no gap in it")
         refuse(self, "best_of", (1, self.n or 1), "the server returns all n answers")
         refuse(self, "echo", (False,), "an answer has no text and no log probabilities of its prompt")
-        prompts: Any = [self.prompt] if isinstance(self.prompt, str) or not _is_nested(self.prompt) else self.prompt
+        single = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
+        prompts: Any = [self.prompt] if single else self.prompt
         if not all(map(len, prompts)):
             raise ApiError(400, "prompt: it is empty", param="prompt")
         return list(prompts)
-
-
-def _is_nested(prompt: list[Any]) -> bool:
-    return bool(prompt) and not isinstance(prompt[0], int)
 
 
 async def completions(service: Service, request: Request) -> Response:
@@ -55,10 +52,10 @@ async def completions(service: Service, request: Request) -> Response:
     turn = turn_of(request, body.session_id, answers * len(prompts))
     if turn is not None:  # the prompt has only the new text, so the request fails if the session's state is lost
         await service.sessions.begin(turn, required=True)
-    prepared = Prepared([], turn)
+    requests: list[EngineRequest] = []
     for prompt in prompts:
         ids = await service.prompts.encode(prompt, within=turn is not None and turn.snapshot is not None)
-        one = await service.follow(
+        requests += await service.follow(
             ids,
             turn,
             body,
@@ -68,8 +65,7 @@ async def completions(service: Service, request: Request) -> Response:
             adapter=service.adapter(body.model),
             logprobs=body.logprobs,
         )
-        prepared.requests = [*prepared.requests, *one.requests]
-    requests = prepared.requests
+    prepared = Prepared(requests, turn)
     head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()), "model": model}
     if body.stream:
         shown = texts if body.logprobs is not None else None

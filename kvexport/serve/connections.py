@@ -28,7 +28,7 @@ _RESERVE = 16  # file descriptors that are left for session files, the artifact 
 _LEAST = 4
 
 
-def connection_limit(most: int = _MOST) -> int:
+def connection_limit() -> int:
     """Return how many client connections the process can hold without running out of file descriptors.
 
     16 of the free descriptors are reserved for files. For every 2 connections one more descriptor stays free, for
@@ -37,14 +37,14 @@ def connection_limit(most: int = _MOST) -> int:
     """
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if allowed == resource.RLIM_INFINITY:
-        return most
+        return _MOST
     open_files = Path("/proc/self/fd")
     free = allowed - len(list(open_files.iterdir())) if open_files.is_dir() else allowed // 2
     limit = (free - _RESERVE) * 2 // 3
     if limit < _LEAST:
         problem = f"this process may open {allowed} files, and {free} of them are free: too few for connections"
         raise EnvironmentProblem(problem, f"ulimit -n {max(1024, 2 * allowed)}")
-    return min(most, limit)
+    return min(_MOST, limit)
 
 
 def backlog(limit: int) -> int:

@@ -46,15 +46,12 @@ def engine_failed() -> ApiError:
     return ApiError(500, "the engine has failed; the server's log says why", code="engine_failed")
 
 
-def no_files() -> ApiError:
-    return overloaded("the server has too many files open: it needs a larger limit (ulimit -n), or fewer clients", 5)
-
-
 def api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if lacks_files(error):
-        return no_files()
+        message = "the server has too many files open: it needs a larger limit (ulimit -n), or fewer clients"
+        return overloaded(message, 5)
     if isinstance(error, UsageError):
         field = _FIELD.match(error.problem)
         message = f"{error.problem} ({error.fix})" if error.fix else error.problem

@@ -71,9 +71,9 @@ async def create_response(service: Service, request: Request) -> Response:
     conversation.form = response_form((body.text or {}).get("format"), "text.format")
     sampling = Sampling(temperature=body.temperature, top_p=body.top_p)
     prepared = await service.requests_for(conversation, sampling, body.max_output_tokens)
-    response = OpenResponse(service, _head(body, model), prepared, messages if body.store is not False else None)
+    response = ResponseStream(service, _head(body, model), prepared, messages if body.store is not False else None)
     if body.stream:
-        return await service.stream(prepared, ResponseStream(response))
+        return await service.stream(prepared, response)
     await service.whole(request, prepared)
     (answer,) = prepared.finished()
     items = [Item("reasoning", text=answer.reasoning)] if answer.reasoning else []
@@ -118,19 +118,25 @@ class Item:
         return {**common, "call_id": self.call_id, "name": self.name, "arguments": arguments}
 
 
-class OpenResponse:
+class ResponseStream:
+    """A response, as events or whole. If `messages` is not None, the response is stored for later requests."""
+
     def __init__(
         self, service: Service, head: dict[str, Any], prepared: Prepared, messages: list[dict[str, Any]] | None
     ) -> None:
-        self._service, self.head, self.prepared, self._messages = service, head, prepared, messages
+        self._service, self._head, self._prepared, self._messages = service, head, prepared, messages
+        self._answer = prepared.answers()[0]
+        self._items: list[Item] = []
+        self._open = False
+        self._number = -1
 
     def finish(self, answer: Answer, items: list[Item]) -> dict[str, Any]:
         cut = answer.finish_reason == "length"
         status = "incomplete" if cut else "completed"
         details = {"reason": "max_output_tokens"} if cut else None
         output = [item.data(status if item is items[-1] else "completed") for item in items]
-        usage = _usage(self.prepared.usage())
-        body = {**self.head, "status": status, "incomplete_details": details, "output": output, "usage": usage}
+        usage = _usage(self._prepared.usage())
+        body = {**self._head, "status": status, "incomplete_details": details, "output": output, "usage": usage}
         if self._messages is not None:
             answered: dict[str, Any] = {"role": "assistant", "content": answer.text}
             if answer.reasoning:
@@ -143,17 +149,8 @@ class OpenResponse:
             self._service.responses.put(body, [*self._messages, answered])
         return body
 
-
-class ResponseStream:
-    def __init__(self, response: OpenResponse) -> None:
-        self._response = response
-        self._answer = response.prepared.answers()[0]
-        self._items: list[Item] = []
-        self._open = False
-        self._number = -1
-
     def begin(self) -> bytes:
-        response = {**self._response.head, "status": "in_progress"}
+        response = {**self._head, "status": "in_progress"}
         return self._event("created", response=response) + self._event("in_progress", response=response)
 
     def add(self, update: Update) -> bytes:
@@ -163,12 +160,12 @@ class ResponseStream:
         cut = self._answer.finish_reason == "length"
         start = b"" if self._items else self._begin(Item("message"))
         last = self._close("incomplete" if cut else "completed")
-        body = self._response.finish(self._answer, self._items)
+        body = self.finish(self._answer, self._items)
         return start + last + self._event(body["status"], response=body)
 
     def fail(self, error: ApiError) -> bytes:
         details = {"code": "server_error", "message": error.message}
-        return self._event("failed", response={**self._response.head, "status": "failed", "error": details})
+        return self._event("failed", response={**self._head, "status": "failed", "error": details})
 
     def _events_of(self, delta: Delta) -> bytes:
         if delta.kind == "call":

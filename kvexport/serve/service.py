@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
     from kvexport.artifact.manifest import Manifest
     from kvexport.images.rows import PromptImages
-    from kvexport.language.settings import GenerationSettings
 
 T = TypeVar("T")
 IGNORED = "X-Ignored-Fields"  # a response header that names fields of the request that the server does not know
@@ -149,23 +148,6 @@ class Service:
         limiter = self._images if images else self._long if size > LONG_TEXT else self._encoders
         return await anyio.to_thread.run_sync(work, limiter=limiter)
 
-    def requests(
-        self,
-        ids: Any,
-        settings: Sequence[GenerationSettings],
-        priority: int,
-        adapter: str | None,
-        seconds: float,
-        images: PromptImages | None = None,
-        pins: Ranges = (),
-    ) -> list[EngineRequest]:
-        """Return one engine request for each of `settings`, all for the same prompt, which is read once."""
-        deadline = time.monotonic() + seconds
-        first = EngineRequest(
-            ids, settings[0], priority=priority, deadline=deadline, adapter=adapter, images=images, pin=pins
-        )
-        return [first, *(first.fork(other) for other in settings[1:])]
-
     async def requests_for(
         self, conversation: Conversation, sampling: Sampling, tokens: int | None, **settings: Any
     ) -> Prepared:
@@ -195,7 +177,7 @@ class Service:
             reasons=self.settings.reasoning,
         )
         default = self.engine.generation_config.get("max_new_tokens")
-        prepared = await self.follow(
+        requests = await self.follow(
             [*ids, *plan.prefix] if plan.prefix else ids,
             turn,
             sampling,
@@ -208,7 +190,7 @@ class Service:
             shown_ids=plan.shown_ids or None,
             **settings,
         )
-        return Prepared(prepared.requests, turn, plan)
+        return Prepared(requests, turn, plan)
 
     async def follow(
         self,
@@ -223,8 +205,11 @@ class Service:
         images: PromptImages | None = None,
         pins: Ranges = (),
         **settings: Any,
-    ) -> Prepared:
-        """Return engine requests that answer a prompt of token ids, which may continue a session's saved state."""
+    ) -> list[EngineRequest]:
+        """Return engine requests that answer a prompt of token ids, which may continue a session's saved state.
+
+        The prompt is read once, however many answers `sampling` asks for.
+        """
         self.check_choices(sampling.n or 1)
         loaded = self.engine.adapters.get(adapter)
         snapshot = None if turn is None else turn.snapshot
@@ -242,10 +227,18 @@ class Service:
             await anyio.to_thread.run_sync(
                 lambda: self.engine.grammars.start(form, generation[0].eos_token_ids), limiter=self._compilers
             )
-        requests = self.requests(ids, generation, sampling.priority or 0, adapter, self._seconds(turn), images, pins)
-        if turn is not None:
-            requests[0].start, requests[0].keep = snapshot, True
-        return Prepared(requests, turn)
+        first = EngineRequest(
+            ids,
+            generation[0],
+            start=snapshot,
+            keep=turn is not None,
+            priority=sampling.priority or 0,
+            deadline=time.monotonic() + self._seconds(turn),
+            adapter=adapter,
+            images=images,
+            pin=pins,
+        )
+        return [first, *(first.fork(other) for other in generation[1:])]
 
     def _seconds(self, turn: Turn | None) -> float:
         return max(0.0, self.settings.timeout - (0.0 if turn is None else turn.waited))

@@ -10,7 +10,6 @@ from starlette.responses import JSONResponse, Response
 
 from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
-from kvexport.plan.cache import CachePlan
 from kvexport.plan.planner import state_bytes
 from kvexport.serve.service import Service
 
@@ -31,7 +30,7 @@ async def stats(service: Service, _: Request) -> Response:
             "merges": service.lanes.merges,
             "waiting": max(0, worker.pending - sum(lane["state"] != "idle" for lane in seen)),
             "state_bytes": state_bytes(service.engine.manifest.recipe, plan, service.lanes.count),
-            "full_cache_bytes_per_token": full_bytes_per_token(plan),
+            "full_cache_bytes_per_token": sum(layer.slot_bytes() for layer in plan.caches),
             "lanes": seen,
         }
     )
@@ -89,7 +88,3 @@ def tokens_per_slot(engine: Engine, lanes: Lanes) -> float:
     used = [request.lane for request in engine.running()]
     slots = sum(lanes.occupied(lane) for lane in used)
     return sum(lanes.length[lane] for lane in used) / slots if slots else 0.0
-
-
-def full_bytes_per_token(plan: CachePlan) -> int:
-    return sum(layer.slot_bytes() for layer in plan.caches)

@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+import anyio
+
 from kvexport.engine.engine import Engine
 from kvexport.engine.request import FINISHED, FinishReason, Request
 from kvexport.engine.thread import EngineThread
@@ -71,36 +73,19 @@ class Job:
 
     async def updates(self, every: float) -> AsyncIterator[Update | None]:
         """Yield updates (new tokens) until all requests have finished; yield None after `every` seconds without."""
-        loop, quiet = asyncio.get_running_loop(), False
-        timer: asyncio.TimerHandle
-
-        def start_timer() -> None:
-            nonlocal timer
-            timer = loop.call_later(every, expire)
-
-        def expire() -> None:
-            nonlocal quiet
-            quiet = True
-            self._ready.set()
-            start_timer()
-
-        start_timer()
-        try:
-            while self._updates or self.open or self._error:
-                if self._error:
-                    raise self._error
-                if self._updates:
-                    update = self._updates.popleft()
-                    self._behind -= len(update.tokens)
-                    yield update
-                elif quiet:
-                    quiet = False
-                    yield None
-                else:
-                    self._ready.clear()
-                    await self._ready.wait()
-        finally:
-            timer.cancel()
+        while self._updates or self.open or self._error:
+            if self._error:
+                raise self._error
+            if self._updates:
+                update = self._updates.popleft()
+                self._behind -= len(update.tokens)
+                yield update
+                continue
+            self._ready.clear()
+            with anyio.move_on_after(every) as quiet:
+                await self._ready.wait()
+            if quiet.cancelled_caught:
+                yield None
 
 
 @dataclass

@@ -26,7 +26,8 @@ class TextStream:
     If several stop strings appear, the one that ends first counts, and among those that end together the longest. The
     result therefore does not depend on how the text is cut into tokens. Neither the stop string nor the text after it
     is returned, as users of a server expect; transformers' `stop_strings` keeps the stop string and the rest of its
-    token. A stop string that spells a special token is never found while special tokens are skipped: use eos_token_ids.
+    token. A stop string that spells a special token is never found, because special tokens are skipped: use
+    eos_token_ids.
 
     The time for a token does not depend on the number of earlier tokens: a window of the last few tokens is decoded
     with and without the new one.
@@ -37,7 +38,6 @@ class TextStream:
         tokenizer: Tokenizer,
         stop_strings: Sequence[str] = (),
         *,
-        skip_special_tokens: bool = True,
         context_ids: Sequence[int] = (),
         shown_ids: Sequence[int] = (),
     ) -> None:
@@ -45,9 +45,8 @@ class TextStream:
             raise UsageError(f"stop strings are {stop_strings!r}", "give a list of strings, none of them empty")
         self._tokenizer = tokenizer
         self._stop_strings = tuple(stop_strings)
-        self._skips_special = skip_special_tokens
-        self._shown = frozenset(shown_ids) & tokenizer.special_ids if skip_special_tokens else frozenset()
-        last = [i for i in context_ids[-CONTEXT:] if tokenizer.has_text(i, skip_special_tokens)]
+        self._shown = frozenset(shown_ids) & tokenizer.special_ids
+        last = [i for i in context_ids[-CONTEXT:] if tokenizer.has_text(i)]
         # The tokens whose text was returned, kept because the next token's text depends on them; then the tokens that
         # wait, and how many of their characters were returned.
         self._context = last[-_LONGEST_CONTEXT:]
@@ -102,7 +101,7 @@ class TextStream:
         if token_id in self._shown and not self.stopped:
             broken, self._bytes = _REPLACEMENT * len(self._bytes), b""
             return self._emit(self._end_waiting() + broken + self._tokenizer.decode([token_id], False))
-        if self.stopped or not self._tokenizer.has_text(token_id, self._skips_special):
+        if self.stopped or not self._tokenizer.has_text(token_id):
             return ""
         byte = self._tokenizer.fallback_byte(token_id)
         if byte is not None:
@@ -123,16 +122,13 @@ class TextStream:
         return out if self.stopped else out + self._kept_back
 
     def _text(self, context: list[int], ids: list[int]) -> str:
-        before, whole = self._decode(context), self._decode(context + ids)
+        before, whole = self._tokenizer.decode(context), self._tokenizer.decode(context + ids)
         if whole.startswith(before):
             return whole[len(before) :]
         # The prompt ends inside a character that these tokens complete: the new text begins where the two texts differ.
         return whole[
             next((i for i, (old, new) in enumerate(zip(before, whole, strict=False)) if old != new), len(whole)) :
         ]
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, self._skips_special)
 
     def _take_byte(self, byte: int, token_id: int) -> str:
         # A byte-fallback decoder drops a whole run of bytes if one is missing or wrong, so runs are decoded here.
@@ -164,7 +160,7 @@ class TextStream:
             left, right = self._waiting[:cut], self._waiting[cut:]
             first, second = self._text(self._context, left), self._text(left, right)
             # Bytes on both sides of the cut that belong together are fewer characters joined than apart.
-            if first and second.endswith(self._decode(right)):
+            if first and second.endswith(self._tokenizer.decode(right)):
                 out = first[self._decoded :]
                 self._context, self._waiting, self._decoded = (
                     left[-_LONGEST_CONTEXT:],

@@ -165,11 +165,8 @@ class Tokenizer:
         except BaseException as error:
             raise _library_error("decode these ids", error) from None
 
-    def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
-        return (
-            not (skip_special_tokens and token_id in self._special_ids)
-            and self._inner.id_to_token(token_id) is not None
-        )
+    def has_text(self, token_id: int) -> bool:
+        return token_id not in self._special_ids and self._inner.id_to_token(token_id) is not None
 
     def fallback_byte(self, token_id: int) -> int | None:
         """Return the byte 0..255 that a byte-fallback token ("<0xE5>") stands for; None for all other tokens."""

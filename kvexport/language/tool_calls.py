@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from kvexport.bounded_json import read_json
@@ -91,14 +91,12 @@ class CallReader:
             self._raw, self._waiting, self._may_call = waiting[len(final) : end], waiting[end:], True
             self._closed = False
             return
-        final = waiting[: len(waiting) - self._overlap(waiting, self._openings)]
+        kept = max((overlap(waiting, opening) for opening in self._openings), default=0)
+        final = waiting[: len(waiting) - kept]
         if not last and self._openings:
             final = final.rstrip(_SPACE)
         self._show(pieces, final)
         self._waiting = waiting[len(final) :]
-
-    def _overlap(self, text: str, markers: Iterable[str]) -> int:
-        return max((overlap(text, marker) for marker in markers), default=0)
 
     def _read_between(self, pieces: list[Piece], last: bool) -> None:
         bare = self._waiting.lstrip(_BETWEEN if self._begins == "{" and not self._closed else _SPACE)

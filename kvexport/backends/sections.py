@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 @cache
 def names() -> tuple[str, ...]:
     """Return the names of all backends (the folders of the package `kvexport.backends`), sorted."""
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(_registry().__path__) if module.ispkg))
+    registry = importlib.import_module("kvexport.backends")
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(registry.__path__) if module.ispkg))
 
 
 @cache
@@ -65,10 +66,6 @@ def device_settings(name: str | None, device: str) -> list[str]:
     if settings is None:
         raise UsageError(f"the backend {name} has no choice of devices", "leave --device out")
     return cast("list[str]", settings(device))
-
-
-def _registry() -> Any:
-    return importlib.import_module("kvexport.backends")
 
 
 def _module(name: str) -> Any:

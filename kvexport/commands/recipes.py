@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from functools import reduce
+from operator import getitem
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -55,7 +57,8 @@ def recipes_show(
         return
     loaded = load_recipe(name, overrides or ())
     if origin and not as_json:
-        rows = [(key, json.dumps(_value_at(loaded.resolved, key)), place) for key, place in loaded.origin.items()]
+        values = {key: reduce(getitem, key.split("."), loaded.resolved) for key in loaded.origin}
+        rows = [(key, json.dumps(values[key]), place) for key, place in loaded.origin.items()]
         print_result(False, dict, lambda: [Table(f"Recipe {loaded.name}", ("key", "value", "from"), rows)])
     elif as_json:
         print_json({"name": loaded.name, "resolved": loaded.resolved, "origin": loaded.origin})
@@ -85,10 +88,3 @@ def recipes_methods(as_json: JsonOption = False) -> None:
         return listed
 
     print_result(as_json, lambda: [asdict(method) for method in methods], sections)
-
-
-def _value_at(data: dict[str, Any], dotted: str) -> Any:
-    value: Any = data
-    for key in dotted.split("."):
-        value = value[key]
-    return value

@@ -79,7 +79,7 @@ class OnnxRuntime(Backend):
             threads = _threads()
         device = options.device or settings.device
         if device not in devices.PROVIDERS:
-            raise _no_device(device)
+            raise UsageError(f"there is no device {device}", f"choose {' or '.join(devices.PROVIDERS)}")
         if device == "cuda" and manifest.model.packed and not self.library_products(manifest.recipe):
             raise UsageError(
                 f"{path} has packed weights in the layout of the CPU's kernels: {', '.join(manifest.model.packed)}",
@@ -203,10 +203,6 @@ def _require_room(path: Path, manifest: Manifest) -> None:
             f"{format_bytes(free)} of the GPU's {format_bytes(total)} are free",
             fix,
         )
-
-
-def _no_device(device: str) -> UsageError:
-    return UsageError(f"there is no device {device}", f"choose {' or '.join(devices.PROVIDERS)}")
 
 
 def _providers() -> tuple[list[str], str]:

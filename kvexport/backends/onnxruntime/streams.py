@@ -18,7 +18,7 @@ class HostStream:
 
     def mark(self) -> Callable[[], None]:
         """Return a function that does nothing, because runs without a GPU have ended when they return."""
-        return _nothing
+        return lambda: None
 
     def wait(self) -> None:
         """Do nothing, because runs without a GPU have ended when they return."""
@@ -61,10 +61,6 @@ class CudaStream(HostStream):
             devices.use_first_gpu()
             self._thread.has_context = True
         devices.check(self._driver, name, getattr(self._driver, name)(*arguments))
-
-
-def _nothing() -> None:
-    pass
 
 
 def new_stream(device: str) -> HostStream:

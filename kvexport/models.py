@@ -30,15 +30,19 @@ ARTIFACT_FILES = ("manifest.json", "decoder.onnx")
 Show = Callable[[str, "int | None"], Progress]
 
 
-def model_recipe(
-    model: str, budget: int | None = None, *, max_length: int | None = None, overrides: Sequence[str] = ()
-) -> LoadedRecipe:
+def settings_of(budget: int | None, max_length: int | None, overrides: Sequence[str]) -> list[str]:
+    """Return "dotted.key=value" settings of a recipe: those that callers give by name, then `overrides`."""
+    named = [("cache.budget", budget), ("limits.max_length", max_length)]
+    return [*(f"{key}={value}" for key, value in named if value is not None), *overrides]
+
+
+def model_recipe(model: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """Return the recipe of a model that has no recipe file: a hub id, a checkpoint's folder, or a GGUF file.
 
     The defaults are 1024 slots for each KV head, and the length that the model was trained for, at most 32768.
     """
     from kvexport.packages import require
-    from kvexport.recipe.load import BUDGET, recipe_for
+    from kvexport.recipe.load import recipe_for
 
     require("build")
     if is_artifact(Path(model)):
@@ -48,15 +52,13 @@ def model_recipe(
                 quoted(Path(model))
             ),
         )
-    slots = BUDGET if budget is None else budget
-    recipe = recipe_for(model, slots, max_length=max_length, overrides=overrides)
+    recipe = recipe_for(model, overrides)
     config = _config(recipe.recipe.model.path, recipe.recipe.model.revision)
     if config.get("is_encoder_decoder") is True:  # before its weights are downloaded and its tokenizer is tried
         raise UsageError(f"{model} is an encoder-decoder; only decoders have a cache that grows with every token")
-    if max_length is None and recipe.origin["limits.max_length"] == "default":
-        max_length = _trained_length(config)
-        recipe = recipe_for(model, slots, max_length=max_length, overrides=overrides)
     settings = []
+    if recipe.origin["limits.max_length"] == "default" and (length := _trained_length(config)) is not None:
+        settings.append(f"limits.max_length={length}")
     if recipe.origin["cache.dtype"] == "default" and _fits_8_bits(recipe.recipe, config):
         settings.append("cache.dtype=int8")
     image = config.get("mm_tokens_per_image")  # of Gemma 3, whose tokens of an image one call has to read
@@ -64,7 +66,7 @@ def model_recipe(
     own = recipe.origin["export.prefill_chunk"] == "default" and recipe.recipe.cache.slack is None
     if type(image) is int and image > chunk and own and recipe.recipe.export.images:
         settings.append(f"export.prefill_chunk={min(image, MOST_IMAGE)}")
-    return recipe_for(model, slots, max_length=max_length, overrides=[*overrides, *settings]) if settings else recipe
+    return recipe_for(model, [*overrides, *settings]) if settings else recipe
 
 
 def _fits_8_bits(recipe: Recipe, config: Mapping[str, Any]) -> bool:
@@ -86,17 +88,15 @@ def recipe_of_command(
     verb: str,
     model: str | None,
     recipe: str | None,
-    budget: int | None = None,
+    overrides: Sequence[str],
     *,
-    max_length: int | None = None,
-    overrides: Sequence[str] = (),
-    calibrate: bool | None = None,
+    calibrate: bool | None,
     progress: Show = silent,
 ) -> LoadedRecipe:
     """Return the recipe that the arguments of a command such as `kvexport build` (`verb`) describe.
 
-    If `recipe` names a recipe, `model`, `budget`, `max_length` and `overrides` replace values in that recipe. Otherwise
-    `calibrated_recipe` makes a recipe for `model`.
+    If `recipe` names a recipe, `model` and `overrides` replace values in that recipe. Otherwise `calibrated_recipe`
+    makes a recipe for `model`.
     """
     from kvexport.packages import require
 
@@ -108,22 +108,17 @@ def recipe_of_command(
                 "NAME",
             )
         require(verb)
-        return calibrated_recipe(
-            model, budget, max_length=max_length, overrides=overrides, calibrate=calibrate, progress=progress
-        )
+        return calibrated_recipe(model, overrides, calibrate=calibrate, progress=progress)
     from kvexport.recipe.load import load_recipe
 
     refuse_calibration_of_recipes(calibrate)
-    own = [("model.path", model), ("cache.budget", budget), ("limits.max_length", max_length)]
-    return load_recipe(recipe, [*(f"{key}={value}" for key, value in own if value is not None), *overrides])
+    return load_recipe(recipe, overrides if model is None else [f"model.path={model}", *overrides])
 
 
 def calibrated_recipe(
     model: str,
-    budget: int | None = None,
+    overrides: Sequence[str],
     *,
-    max_length: int | None = None,
-    overrides: Sequence[str] = (),
     calibrate: bool | None = None,
     recipe: LoadedRecipe | None = None,
     progress: Show = silent,
@@ -137,28 +132,26 @@ def calibrated_recipe(
     """
     from kvexport.calibrate.default import with_measured_budgets
 
-    recipe = recipe or model_recipe(model, budget, max_length=max_length, overrides=overrides)
+    recipe = recipe or model_recipe(model, overrides)
     named = [key for x in overrides if (key := x.partition("=")[0].strip()) in ("cache.method", "cache.budget")]
-    if budget is None and not named and (full := _without_cache(recipe, model, max_length, overrides)) is not None:
+    if not named and (full := _without_cache(recipe, model, overrides)) is not None:
         say(f"cache.method is full, because no layer of {model} attends, so it has no KV cache to compress")
         return full
 
     def changed(settings: Sequence[str]) -> LoadedRecipe:
-        return model_recipe(model, budget, max_length=max_length, overrides=[*overrides, *settings])
+        return model_recipe(model, [*overrides, *settings])
 
     return with_measured_budgets(recipe, changed, calibrate=calibrate, progress=progress)
 
 
-def _without_cache(
-    recipe: LoadedRecipe, model: str, max_length: int | None, overrides: Sequence[str]
-) -> LoadedRecipe | None:
+def _without_cache(recipe: LoadedRecipe, model: str, overrides: Sequence[str]) -> LoadedRecipe | None:
     """Return the recipe of a model without a KV cache, or None if a layer of the model attends."""
     from kvexport.export.build import read_model
 
     with contextlib.suppress(UsageError):  # the build raises the error again
         config = _config(recipe.recipe.model.path, recipe.recipe.model.revision)
         if not _names_heads(config):  # the model itself is read only if it is open
-            full = model_recipe(model, max_length=max_length, overrides=[*overrides, "cache.method=full"])
+            full = model_recipe(model, [*overrides, "cache.method=full"])
             return None if read_model(full.recipe, weights=False).plan.caches else full
     return None
 
@@ -176,30 +169,23 @@ def _names_heads(config: Mapping[str, Any]) -> bool:
 
 
 def find_artifact(
-    source: str | Path,
-    budget: int | None = None,
-    *,
-    max_length: int | None = None,
-    overrides: Sequence[str] = (),
-    calibrate: bool | None = None,
-    progress: Show = silent,
+    source: str | Path, overrides: Sequence[str], *, calibrate: bool | None, progress: Show
 ) -> tuple[Path, bool]:
     """Return the artifact folder of a model in the user's cache folder, and whether this call built it.
 
     The folder's name contains a hash of the checkpoint's headers, of the size and time of its files, of the recipe, of
     `calibrate` and of kvexport's version. A model that changes in place is therefore built again. If `source` is
-    already the folder of an artifact, that folder is returned, and arguments that would change its recipe, such as
-    `budget`, are refused.
+    already the folder of an artifact, that folder is returned, and arguments that would change its recipe are refused.
     """
     source = str(source)
     if is_artifact(Path(source)) or not is_model(source):  # the load of a broken artifact names what is missing
-        if budget is not None or max_length is not None or overrides or calibrate is not None:
+        if overrides or calibrate is not None:
             raise UsageError(
                 f"{source} is no model but an artifact, whose budget, length and settings are fixed",
                 "leave --budget, --max-length, --calibrate and --set out, or name the model in place of the artifact",
             )
         return Path(source), False
-    recipe = model_recipe(source, budget, max_length=max_length, overrides=overrides)
+    recipe = model_recipe(source, overrides)
     from kvexport.export.build import build
     from kvexport.export.model.cached import cache_folder, make_cache_folder
     from kvexport.export.model.checkpoint import open_checkpoint
@@ -211,10 +197,7 @@ def find_artifact(
     if is_artifact(folder):
         return folder, False
     make_cache_folder(folder.parent)
-    measured = calibrated_recipe(
-        source, budget, max_length=max_length, overrides=overrides, calibrate=calibrate, recipe=recipe,
-        progress=progress,
-    )  # fmt: skip
+    measured = calibrated_recipe(source, overrides, calibrate=calibrate, recipe=recipe, progress=progress)
     build(
         measured.recipe, folder, name=measured.name, divergence=measured.divergence, progress=progress,
         checkpoint=checkpoint if calibrate is False else None,  # it may change during a calibration
@@ -301,13 +284,11 @@ def build(
     from kvexport.recipe.fields import Recipe
     from kvexport.recipe.load import load_recipe
 
+    changes = settings_of(budget, max_length, overrides)
     if not isinstance(source, Recipe) and is_model(str(source)):
-        loaded = calibrated_recipe(str(source), budget, max_length=max_length, overrides=overrides, calibrate=calibrate)
+        loaded = calibrated_recipe(str(source), changes, calibrate=calibrate)
         return build_recipe(loaded.recipe, Path(out), name=loaded.name, divergence=loaded.divergence)
     refuse_calibration_of_recipes(calibrate)
-    changes = [*overrides]
-    changes += [] if budget is None else [f"cache.budget={budget}"]
-    changes += [] if max_length is None else [f"limits.max_length={max_length}"]
     if isinstance(source, Recipe):
         if changes:
             raise UsageError(
@@ -357,7 +338,7 @@ def load(
         lanes: The largest number of sequences that run at once; None takes that of `options`.
         adapters: The folders of LoRA adapters in PEFT's format, by the names that requests use.
         options: The engine's options; None takes the defaults.
-        progress: A function that shows the stages of a build.
+        progress: A function that shows the stages of a build, and the load.
 
     Returns:
         The engine, with `generate`, `stream` and `chat`.
@@ -369,21 +350,21 @@ def load(
     """
     from kvexport.engine.load import load as load_artifact
 
-    path, built = find_artifact(
-        source, budget, max_length=max_length, overrides=overrides, calibrate=calibrate, progress=progress
-    )
-    return load_artifact(
-        path,
-        threads=threads,
-        backend=backend,
-        device=device,
-        cuda_graph=cuda_graph,
-        verify=verify and not built,
-        float_input=float_input,
-        lanes=lanes,
-        adapters=adapters,
-        options=options,
-    )
+    changes = settings_of(budget, max_length, overrides)
+    path, built = find_artifact(source, changes, calibrate=calibrate, progress=progress)
+    with progress(f"loading {path}", None):
+        return load_artifact(
+            path,
+            threads=threads,
+            backend=backend,
+            device=device,
+            cuda_graph=cuda_graph,
+            verify=verify and not built,
+            float_input=float_input,
+            lanes=lanes,
+            adapters=adapters,
+            options=options,
+        )
 
 
 def refuse_calibration_of_recipes(calibrate: bool | None) -> None:

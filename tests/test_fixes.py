@@ -149,7 +149,7 @@ CASES = [
     ("commands/generate.py", "'--token-ids 1,2,3'", "generate ARTIFACT --token-ids 1,x"),
     ("commands/generate.py", "one of", "generate ARTIFACT"),
     ("commands/generate.py", "a file you may read", "generate ARTIFACT --prompt-file NOWHERE"),
-    ("commands/loading.py", "--adapter", "generate ADAPTED abc --adapter one"),
+    ("commands/options.py", "--adapter", "generate ADAPTED abc --adapter one"),
     ("export/graph/adapters.py", "adapters.targets", "build R --out TMP/a adapters.count=1 adapters.targets=[none]"),
     ("export/model/checkpoint.py", "neither a directory", "plan /no/such/model"),
     ("export/model/checkpoint.py", "local.parent", "plan CHECKPOINT/config.json"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -76,48 +75,14 @@ def build(
 
     Example: kvexport build Qwen/Qwen3-0.6B --budget 1024 --out qwen3
     """
-    start = time.monotonic()
-    built = build_artifact(
-        recipe,
-        [*(overrides or ()), *([f"model.mmproj={json.dumps(str(mmproj))}"] if mmproj else [])],
-        out,
-        backend,
-        stage,
-        source,
-        model=model,
-        budget=budget,
-        max_length=max_length,
-        calibrate=calibrate,
-        device=device,
-    )
-    if not as_json:
-        print(built)
-        return
-    from kvexport.artifact.reading import load_manifest
-
-    manifest = load_manifest(built, verify=False)
-    figures = {"files": len(manifest.files), "bytes": manifest.bytes, "seconds": time.monotonic() - start}
-    print_json({"artifact": str(built), "recipe": manifest.name, **figures})
-
-
-def build_artifact(
-    recipe: str | None,
-    overrides: Sequence[str],
-    out: Path | None,
-    backend: str | None,
-    stage: Stage,
-    source: Path | None,
-    *,
-    model: str | None = None,
-    budget: int | None = None,
-    max_length: int | None = None,
-    calibrate: bool | None = None,
-    device: Device | None = None,
-) -> Path:
+    from kvexport.models import recipe_of_command, settings_of
+    from kvexport.packages import require
     from kvexport.terminal import show
 
+    start = time.monotonic()
     of_device = device_settings(backend, device.value) if device else []
-    changes = [*overrides, *([f"backend.name={backend}"] if backend else []), *of_device]
+    own = [f"model.mmproj={json.dumps(str(mmproj))}"] if mmproj else []
+    changes = [*(overrides or ()), *own, *([f"backend.name={backend}"] if backend else []), *of_device]
     if source is not None:
         if recipe is not None or model is not None or stage is Stage.onnx:
             raise UsageError(
@@ -126,24 +91,29 @@ def build_artifact(
             )
         from kvexport.export.rebuild import rebuild
 
-        return rebuild(source, out, changes, progress=show)
-    from kvexport.models import recipe_of_command
-    from kvexport.packages import require
+        built = rebuild(source, out, changes, progress=show)
+    else:
+        changes = settings_of(budget, max_length, changes)
+        loaded = recipe_of_command("build", model, recipe, changes, calibrate=calibrate, progress=show)
+        require("build")
+        from kvexport.export.build import build as build_recipe
 
-    loaded = recipe_of_command(
-        "build", model, recipe, budget, max_length=max_length, overrides=changes, calibrate=calibrate, progress=show
-    )
-    require("build")
-    from kvexport.export.build import build
+        if out is None:
+            out = Path("artifacts") / loaded.name
+            out.parent.mkdir(exist_ok=True)
+        built = build_recipe(
+            loaded.recipe,
+            out,
+            name=loaded.name,
+            graphs_only=stage is Stage.onnx,
+            divergence=loaded.divergence,
+            progress=show,
+        )
+    if not as_json:
+        print(built)
+        return
+    from kvexport.artifact.reading import load_manifest
 
-    if out is None:
-        out = Path("artifacts") / loaded.name
-        out.parent.mkdir(exist_ok=True)
-    return build(
-        loaded.recipe,
-        out,
-        name=loaded.name,
-        graphs_only=stage is Stage.onnx,
-        divergence=loaded.divergence,
-        progress=show,
-    )
+    manifest = load_manifest(built, verify=False)
+    figures = {"files": len(manifest.files), "bytes": manifest.bytes, "seconds": time.monotonic() - start}
+    print_json({"artifact": str(built), "recipe": manifest.name, **figures})

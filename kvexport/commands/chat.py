@@ -20,6 +20,7 @@ from kvexport.commands.options import (
     MaxLengthOption,
     SetOption,
     SourceArgument,
+    adapters_of,
 )
 from kvexport.errors import KvexportError, UsageError
 from kvexport.files import new_file
@@ -212,19 +213,21 @@ def chat(
 
     Example: kvexport chat Qwen/Qwen3-0.6B --budget 1024
     """
-    from kvexport.commands.loading import adapters_of, load_engine
+    from kvexport.models import load
+    from kvexport.terminal import show
 
     adapters = adapters_of([adapter] if adapter is not None else ())
-    engine = load_engine(
+    engine = load(
         source,
-        budget,
-        max_length,
-        overrides or (),
-        calibrate,
+        budget=budget,
+        max_length=max_length,
+        overrides=overrides or (),
+        calibrate=calibrate,
         backend=backend,
         device=device,
         lanes=1,
         adapters=adapters,
+        progress=show,
     )
     if engine.chat_template is None:
         raise UsageError("the artifact has no chat template", "kvexport generate, or build an instruct model")

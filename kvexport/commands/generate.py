@@ -19,6 +19,7 @@ from kvexport.commands.options import (
     MaxLengthOption,
     SetOption,
     SourceArgument,
+    adapters_of,
     in_panel,
     output_option,
 )
@@ -131,11 +132,20 @@ def generate(
     if sample is None and any(value is not None for value in drawing.values()):
         sample = True
     others = {"max_new_tokens": max_new_tokens, "repetition_penalty": repetition_penalty, "stop_strings": stop or None}
-    from kvexport.commands.loading import adapters_of, load_engine
+    from kvexport.models import load
+    from kvexport.terminal import show
 
     adapters = adapters_of([adapter] if adapter is not None else ())
-    engine = load_engine(
-        source, budget, max_length, overrides or (), calibrate, backend=backend, device=device, adapters=adapters
+    engine = load(
+        source,
+        budget=budget,
+        max_length=max_length,
+        overrides=overrides or (),
+        calibrate=calibrate,
+        backend=backend,
+        device=device,
+        adapters=adapters,
+        progress=show,
     )
     settings = engine.settings(do_sample=sample, **drawing, **others)
     use_chat = chat if chat is not None else True if system is not None else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from kvexport.backends.sections import names
+from kvexport.errors import UsageError
 
 
 def in_panel(name: str) -> Callable[..., Any]:
@@ -100,6 +101,20 @@ AdapterOption = Annotated[
     str | None,
     model_option("--adapter", metavar="NAME=FOLDER", help="Answer with this LoRA adapter, in PEFT's format."),
 ]
+
+
+def adapters_of(options: Sequence[str]) -> dict[str, str]:
+    """Return the folder of each LoRA adapter by its name, from values NAME=FOLDER of the option --adapter."""
+    adapters: dict[str, str] = {}
+    for option in options:
+        name, _, folder = option.partition("=")
+        if not name or not folder or name in adapters:
+            problem = f"names {name!r} twice" if name in adapters else f"is {option!r}, expected a name and a folder"
+            raise UsageError(f"--adapter {problem}", "--adapter NAME=FOLDER")
+        adapters[name] = folder
+    return adapters
+
+
 ArtifactArgument = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="The folder of an artifact.")]
 SourceArgument = Annotated[
     str,

@@ -35,20 +35,13 @@ def plan(
     Example: kvexport plan Qwen/Qwen3-0.6B --budget 1024
     """
     from kvexport.export.build import plan_memory
-    from kvexport.models import recipe_of_command
+    from kvexport.models import recipe_of_command, settings_of
     from kvexport.terminal import show
     from kvexport.units import parse_bytes
 
     amount = None if memory is None else parse_bytes(memory)
-    loaded = recipe_of_command(
-        "plan",
-        model,
-        recipe,
-        budget,
-        max_length=max_length,
-        overrides=overrides or (),
-        calibrate=False,
-    )
+    changes = settings_of(budget, max_length, overrides or ())
+    loaded = recipe_of_command("plan", model, recipe, changes, calibrate=False)
     with show("reading the checkpoint"):
         memory_plan = plan_memory(loaded.recipe, loaded.name)
     fit = None if amount is None else memory_plan.fit(amount)

@@ -17,6 +17,7 @@ from kvexport.commands.options import (
     MaxLengthOption,
     SetOption,
     SourceArgument,
+    adapters_of,
     backend_option,
     in_panel,
 )
@@ -169,12 +170,11 @@ def serve(
     from kvexport.packages import require
 
     require("serve")
-    from kvexport.commands.loading import adapters_of, load_engine
-    from kvexport.models import is_model
+    from kvexport.models import is_model, load
     from kvexport.serve.app import create_app
     from kvexport.serve.run import listen, run
     from kvexport.serve.settings import ServeSettings
-    from kvexport.terminal import say
+    from kvexport.terminal import say, show
 
     adapters = adapters_of(adapter or ())
     settings = ServeSettings(
@@ -204,17 +204,18 @@ def serve(
         print(url, flush=True)
         say(f"ready: OpenAI's API at {url}/v1, Anthropic's at {url}, a chat page at {url}/")
 
-    engine = load_engine(
+    engine = load(
         source,
-        budget,
-        max_length,
-        overrides or (),
-        calibrate,
+        budget=budget,
+        max_length=max_length,
+        overrides=overrides or (),
+        calibrate=calibrate,
         backend=backend,
         device=device,
         threads=threads,
         lanes=lanes,
         adapters=adapters,
+        progress=show,
     )
     app = create_app(engine, settings)
     say(f"memory: {app.state.service.memory}")

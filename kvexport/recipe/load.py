@@ -53,16 +53,12 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecip
     return checked(tree, label_of(path), path.stem, findings)
 
 
-def recipe_for(
-    model: str, budget: int = BUDGET, *, max_length: int | None = None, overrides: Sequence[str] = ()
-) -> LoadedRecipe:
+def recipe_for(model: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """Return the recipe of a checkpoint that has no recipe file: a hub id, a folder, or a GGUF file.
 
-    Every KV head gets `budget` slots; `kvexport.models.calibrated_recipe` measures budgets. Overrides take precedence.
+    Every KV head gets BUDGET slots; `kvexport.models.calibrated_recipe` measures budgets. Overrides take precedence.
     """
-    settings = [f"model.path={json.dumps(model)}", f"cache.method={METHOD}", f"cache.budget={budget}"]
-    if max_length is not None:
-        settings.append(f"limits.max_length={max_length}")
+    settings = [f"model.path={json.dumps(model)}", f"cache.method={METHOD}", f"cache.budget={BUDGET}"]
     findings = Findings()
     tree = inherit(read_overrides(settings, findings), read_overrides(overrides, findings))
     return checked(tree, f"the recipe of {model}", name_of(model), findings)

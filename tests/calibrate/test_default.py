@@ -45,7 +45,7 @@ def budgets(checkpoint: Path, *settings: str, budget: int = 64, calibrate: bool 
     """Return the recipe of a checkpoint with measured budgets."""
 
     def changed(more: Sequence[str]) -> LoadedRecipe:
-        return recipe_for(str(checkpoint), budget, max_length=256, overrides=[*settings, *more])
+        return recipe_for(str(checkpoint), [f"cache.budget={budget}", "limits.max_length=256", *settings, *more])
 
     return with_measured_budgets(changed([]), changed, calibrate=calibrate)
 

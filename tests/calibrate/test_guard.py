@@ -14,7 +14,7 @@ SMALL = ROOT / "tests" / "checkpoints" / "small"
 
 
 def compared(*settings: str, slots: int = 24, device: Any = "cpu") -> Divergence:
-    recipe = recipe_for(str(SMALL), slots, max_length=256, overrides=settings).recipe
+    recipe = recipe_for(str(SMALL), [f"cache.budget={slots}", "limits.max_length=256", *settings]).recipe
     ids = list(range(5, 69))
     return divergence(recipe, read_model(recipe), ids, slots, device)
 

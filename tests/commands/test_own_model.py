@@ -30,7 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_recipe_of_a_model(tiny_checkpoint: Path) -> None:
-    loaded = recipe_for(str(tiny_checkpoint), 64, overrides=["limits.max_batch=2"])
+    loaded = recipe_for(str(tiny_checkpoint), ["cache.budget=64", "limits.max_batch=2"])
     recipe = loaded.recipe
     assert (recipe.cache.method, recipe.cache.budget, recipe.limits.max_batch) == ("ballot", 64, 2)
     assert recipe.cache.allocation.kind is None and recipe.model.path == str(tiny_checkpoint)
@@ -38,7 +38,7 @@ def test_the_recipe_of_a_model(tiny_checkpoint: Path) -> None:
         recipe_for("org/name").recipe.cache.budget == BUDGET and recipe_for("org/name").recipe.model.path == "org/name"
     )
     with pytest.raises(UsageError, match=r"cache\.budget"):
-        recipe_for("org/name", -1)
+        recipe_for("org/name", ["cache.budget=-1"])
     assert [name_of(x) for x in ("Qwen/Qwen3-0.6B", "a/b.gguf", "x y")] == ["Qwen3-0.6B", "b", "x-y"]
 
 
@@ -208,4 +208,4 @@ def test_help_lists_options_in_groups() -> None:
 def test_a_chunk_of_a_prompt_has_room_for_an_image_that_one_call_has_to_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gemma3", "mm_tokens_per_image": 256}')
     assert model_recipe(str(tmp_path)).recipe.export.prefill_chunk == 256
-    assert model_recipe(str(tmp_path), overrides=["export.prefill_chunk=64"]).recipe.export.prefill_chunk == 64
+    assert model_recipe(str(tmp_path), ["export.prefill_chunk=64"]).recipe.export.prefill_chunk == 64

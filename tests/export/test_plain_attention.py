@@ -123,7 +123,7 @@ def test_a_cache_of_more_slots_than_an_indexer_picks_is_refused(name: str, check
 
     def refused(*settings: str) -> UsageError:
         with pytest.raises(UsageError) as caught:
-            read_model(recipe_for(str(checkpoint), 64, overrides=[*chunk, *settings]).recipe)
+            read_model(recipe_for(str(checkpoint), ["cache.budget=64", *chunk, *settings]).recipe)
         return caught.value
 
     error = refused("cache.budget=13")
@@ -132,8 +132,8 @@ def test_a_cache_of_more_slots_than_an_indexer_picks_is_refused(name: str, check
         "call"
     )
     assert error.fix == "--set cache.budget=12, or --set limits.max_length=16"
-    read_model(recipe_for(str(checkpoint), 12, overrides=chunk).recipe)
-    read_model(recipe_for(str(checkpoint), 64, overrides=[*chunk[:-1], "limits.max_length=16"]).recipe)
+    read_model(recipe_for(str(checkpoint), ["cache.budget=12", *chunk]).recipe)
+    read_model(recipe_for(str(checkpoint), ["cache.budget=64", *chunk[:-1], "limits.max_length=16"]).recipe)
     assert refused("cache.method=full").fix == "--set limits.max_length=16"
     assert refused("cache.budget=12", "cache.merge_prompts=end").fix.startswith("--set cache.merge_prompts=chunks")
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvexport import models
 from kvexport.backends.onnxruntime import devices
-from kvexport.commands.build import Device, Stage, build_artifact
+from kvexport.commands.build import Device, build
 from kvexport.errors import UsageError
 from kvexport.recipe.load import recipe_for
 
@@ -26,20 +26,20 @@ ON_CUDA = ("backend.device=cuda",)
     ids=str,
 )
 def test_models_on_gpus_are_float16_unless_the_recipe_says_otherwise(overrides: tuple[str, ...], dtype: str) -> None:
-    assert recipe_for("someone/model", overrides=overrides).recipe.model.dtype == dtype
+    assert recipe_for("someone/model", overrides).recipe.model.dtype == dtype
 
 
 def overrides_of(monkeypatch: pytest.MonkeyPatch, device: Device | None, backend: str | None = None) -> list[str]:
     """Return the settings with which a command reads its recipe."""
     seen: list[str] = []
 
-    def recipe_of_command(*_: Any, overrides: list[str], **__: Any) -> Any:
+    def recipe_of_command(verb: str, model: Any, recipe: Any, overrides: list[str], **_: Any) -> Any:
         seen.extend(overrides)
         raise InterruptedError
 
     monkeypatch.setattr(models, "recipe_of_command", recipe_of_command)
     with pytest.raises(InterruptedError):
-        build_artifact("tiny", [], None, backend, Stage.all, None, device=device)
+        build(recipe="tiny", backend=backend, device=device)
     return seen
 
 
@@ -58,5 +58,5 @@ def test_a_device_becomes_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tensorrt_on_the_cpu_is_refused() -> None:
     with pytest.raises(UsageError, match="tensorrt runs on GPUs alone") as refused:
-        build_artifact("tiny", [], None, "tensorrt", Stage.all, None, device=Device.cpu)
+        build(recipe="tiny", backend="tensorrt", device=Device.cpu)
     assert "--device cuda" in refused.value.fix

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import kvexport
-from kvexport.commands.loading import adapters_of
+from kvexport.commands.options import adapters_of
 from kvexport.engine.engine import Engine
 from kvexport.errors import UsageError
 from kvexport.language.chat import ChatTemplate

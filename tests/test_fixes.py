@@ -60,8 +60,8 @@ NOT_RUN: dict[str, dict[str, int]] = {
     "it takes a GPU, or CUDA or TensorRT": {
         "backends/libraries.py": 1, "backends/onnxruntime/backend.py": 1, "backends/onnxruntime/devices.py": 3,
         "backends/onnxruntime/session.py": 3, "backends/tensorrt/backend.py": 2, "backends/tensorrt/cuda.py": 3,
-        "backends/tensorrt/engines.py": 3, "backends/tensorrt/environment.py": 5, "backends/tensorrt/graphs.py": 1,
-        "backends/tensorrt/plans.py": 2, "backends/tensorrt/record.py": 1, "backends/tensorrt/weights.py": 1,
+        "backends/tensorrt/engines.py": 3, "backends/tensorrt/environment.py": 4, "backends/tensorrt/graphs.py": 1,
+        "backends/tensorrt/plans.py": 2, "backends/tensorrt/record.py": 2, "backends/tensorrt/weights.py": 1,
         "state/periodic.py": 1,
     },
     "it installs a package, or another program": {

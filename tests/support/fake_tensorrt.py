@@ -25,8 +25,6 @@ from tests.support import fake_cuda
 from tests.support.fake_tensorrt_builder import (  # noqa: F401
     VERSION,
     Builder,
-    BuilderFlag,
-    HardwareCompatibilityLevel,
     IBuilderConfig,
     ILogger,
     INetworkDefinition,
@@ -54,12 +52,11 @@ ExecutionContextAllocationStrategy = IntEnum(
 
 
 class Runtime:
-    __slots__ = ("_logger", "engine_host_code_allowed")
+    __slots__ = ("_logger",)
     opened: list[bytes] = []  # noqa: RUF012
 
     def __init__(self, logger: ILogger) -> None:
         self._logger = logger
-        self.engine_host_code_allowed = False
 
     def deserialize_cuda_engine(self, serialized_engine: bytes) -> ICudaEngine | None:
         Runtime.opened.append(serialized_engine)
@@ -181,21 +178,15 @@ def _read(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 NAMES = (
-    "ILogger", "IProgressMonitor", "BuilderFlag", "HardwareCompatibilityLevel", "ProfilingVerbosity",
+    "ILogger", "IProgressMonitor", "ProfilingVerbosity",
     "PluginFieldType", "TensorRTPhase", "ExecutionContextAllocationStrategy", "ITensor",
     "INetworkDefinition", "ParserError", "OnnxParser", "IOptimizationProfile", "IBuilderConfig",
     "Builder", "Runtime", "ICudaEngine", "IExecutionContext", "PluginField", "PluginFieldCollection",
     "IPluginCreatorV3One", "IPluginRegistry", "get_plugin_registry",
 )  # fmt: skip
-LEAN = (
-    "ILogger", "Runtime", "ICudaEngine", "IExecutionContext", "ExecutionContextAllocationStrategy",
-    "get_plugin_registry", "IPluginRegistry", "IPluginCreatorV3One",
-)  # fmt: skip
 
 
-def install(
-    monkeypatch: pytest.MonkeyPatch, cuda: fake_cuda.FakeCuda, *, version: str = VERSION, lean: bool = False
-) -> ModuleType:
+def install(monkeypatch: pytest.MonkeyPatch, cuda: fake_cuda.FakeCuda, *, version: str = VERSION) -> ModuleType:
     """Make `import tensorrt` give this fake on the GPU `cuda`, with no plugin registered."""
     global _cuda
     _cuda = cuda
@@ -203,10 +194,9 @@ def install(
     Runtime.opened.clear()
     IBuilderConfig.seen.clear()
     fake_cuda.install(monkeypatch, cuda)
-    module = ModuleType("tensorrt_lean" if lean else "tensorrt")
+    module = ModuleType("tensorrt")
     module.__version__ = version  # type: ignore[attr-defined]
-    for name in LEAN if lean else NAMES:
+    for name in NAMES:
         setattr(module, name, globals()[name])
-    monkeypatch.setitem(sys.modules, "tensorrt", None if lean else module)  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "tensorrt_lean", module if lean else None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "tensorrt", module)
     return module

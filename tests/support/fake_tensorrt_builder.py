@@ -11,8 +11,6 @@ from typing import Any
 from tests.support.fake_tensorrt_plugins import get_plugin_registry
 
 VERSION = "11.4.0.106"
-BuilderFlag = IntEnum("BuilderFlag", "VERSION_COMPATIBLE")
-HardwareCompatibilityLevel = IntEnum("HardwareCompatibilityLevel", "NONE AMPERE_PLUS SAME_COMPUTE_CAPABILITY")
 ProfilingVerbosity = IntEnum("ProfilingVerbosity", "DETAILED")
 
 
@@ -113,19 +111,12 @@ class IOptimizationProfile:
 
 
 class IBuilderConfig:
-    __slots__ = (
-        "_flags", "_profiles", "builder_optimization_level", "hardware_compatibility_level",
-        "profiling_verbosity", "progress_monitor",
-    )  # fmt: skip
+    __slots__ = ("_profiles", "builder_optimization_level", "profiling_verbosity", "progress_monitor")
     seen: list[IBuilderConfig] = []  # noqa: RUF012
 
     def __init__(self) -> None:
-        self._flags: set[Any] = set()
         self._profiles: list[IOptimizationProfile] = []
         IBuilderConfig.seen.append(self)
-
-    def set_flag(self, flag: Any) -> None:
-        self._flags.add(BuilderFlag(flag))
 
     def add_optimization_profile(self, profile: IOptimizationProfile) -> int:
         self._profiles.append(profile)

@@ -34,13 +34,11 @@ class TensorRT(Backend):
         return True
 
     def problems(self, recipe: Recipe) -> list[tuple[str, str]]:
-        from kvexport.backends.tensorrt import section
         from kvexport.backends.tensorrt.cuda import Cuda
-        from kvexport.backends.tensorrt.environment import import_runtime, require_gpu
+        from kvexport.backends.tensorrt.environment import import_tensorrt, require_gpu
 
         reasons = []
-        compatible = section.of(recipe).tensorrt.version_compatible
-        for check in (lambda: require_gpu(Cuda()), lambda: import_runtime(version_compatible=compatible)):
+        for check in (lambda: require_gpu(Cuda()), import_tensorrt):
             try:
                 check()
             except EnvironmentProblem as error:
@@ -134,11 +132,10 @@ class TensorRT(Backend):
         engines = engine_record(path, manifest)
         if engines is None:
             return Description()
-        gpu, options = engines.gpu, engines.options
+        gpu = engines.gpu
         shown = {
-            "TensorRT": f"{engines.tensorrt}{' and later' if options.version_compatible else ''}",
+            "TensorRT": engines.tensorrt,
             "GPU": f"{gpu.name}, compute capability {dotted(gpu.compute_capability)}",
-            "hardware compatible": options.hardware_compatible,
         }
         for op, how in manifest.operators.items():
             why = f"function: {engines.functions.get(op, '')}" if how == "function" else how

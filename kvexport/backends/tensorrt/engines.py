@@ -1,7 +1,7 @@
 """The build of an artifact's TensorRT engines (decoder.plan, merge.plan, top_logits.plan) from its ONNX graphs.
 
-By default a plan runs only with the TensorRT version and the kind of GPU that built it, so it is built on the machine
-that will run it. TensorRT's log becomes the artifact's file tensorrt.log.
+A plan runs only with the TensorRT version and the kind of GPU that built it, so it is built on the machine that will
+run it. TensorRT's log becomes the artifact's file tensorrt.log.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +117,8 @@ class EngineBuilder:
             gpu=self.gpu,
             plugin_version=PLUGIN_VERSION if "plugin" in operators.values() else None,
             functions={name: why for name, why in whys.items() if why},
-            options=self.options,
         )
-        return replace(manifest, operators=operators, engines={**manifest.engines, NAME: record.to_json()})
+        return replace(manifest, operators=operators, engines={**manifest.engines, NAME: asdict(record)})
 
     def _converted(self, folder: Path, manifest: Manifest) -> list[tuple[str, str, Any, dict[str, str]]]:
         """Convert every ONNX graph for TensorRT's parser; return kind, file, graph, and why nodes are no plugins.
@@ -163,7 +162,8 @@ class EngineBuilder:
                 f"TensorRT's parser refused {path.name}: {reasons[0]}", "report it with the output of kvexport doctor"
             )
         config = builder.create_builder_config()
-        self._set_options(config)
+        config.builder_optimization_level = self.options.optimization_level
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         for profile_sizes in profiles:
             profile = builder.create_optimization_profile()
             for i in range(network.num_inputs):
@@ -183,16 +183,6 @@ class EngineBuilder:
             smaller = "if memory is short: smaller limits.max_batch or export.prefill_chunk"
             raise KvexportError(f"TensorRT could not build an engine of {path.name}: {self._errors()}", smaller)
         return memoryview(plan)
-
-    def _set_options(self, config: Any) -> None:
-        trt, options = self.trt, self.options
-        config.builder_optimization_level = options.optimization_level
-        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-        config.hardware_compatibility_level = getattr(
-            trt.HardwareCompatibilityLevel, options.hardware_compatible.upper()
-        )
-        if options.version_compatible:
-            config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
 
     def _errors(self) -> str:
         return "; ".join(self.log.errors[-3:]) or "no reason given"

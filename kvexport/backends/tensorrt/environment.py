@@ -40,29 +40,6 @@ def version_of(text: str) -> tuple[int, ...]:
     return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
-def import_tensorrt() -> Any:
-    return _import("tensorrt")
-
-
-def import_runtime(*, version_compatible: bool) -> Any:
-    """Import and return a Python module that can open TensorRT plans.
-
-    The module is tensorrt, or tensorrt_lean if tensorrt cannot be imported and the plan is version-compatible.
-    """
-    try:
-        return _import("tensorrt")
-    except EnvironmentProblem:
-        if not version_compatible:
-            raise
-        try:
-            return _import("tensorrt_lean")
-        except EnvironmentProblem as error:
-            raise EnvironmentProblem(
-                f"neither tensorrt nor tensorrt_lean can be used: {error.problem}",
-                f"pip install tensorrt-lean; {INSTALL}",
-            ) from error
-
-
 def install() -> str:
     """Return the command that installs TensorRT on this machine; a Jetson needs the TensorRT of its JetPack release."""
     return INSTALL_JETSON if JETSON.exists() else INSTALL
@@ -74,18 +51,18 @@ def require_build_memory(weight_bytes: int) -> None:
         require_memory(2 * weight_bytes, "an engine with its plan", f"{PACK}, at the export on another machine")
 
 
-def _import(name: str) -> Any:
+def import_tensorrt() -> Any:
     try:
-        module = importlib.import_module(name)
+        module = importlib.import_module("tensorrt")
     except ModuleNotFoundError as error:
-        raise EnvironmentProblem(f"the module {error.name or name} is not installed", install()) from error
+        raise EnvironmentProblem(f"the module {error.name or 'tensorrt'} is not installed", install()) from error
     except (ImportError, OSError) as error:  # the loader does not find a shared library
         raise EnvironmentProblem(
-            f"{name} is installed but cannot be loaded: {str(error).splitlines()[0]}", install()
+            f"tensorrt is installed but cannot be loaded: {str(error).splitlines()[0]}", install()
         ) from error
     if version_of(module.__version__) < OLDEST:
         raise EnvironmentProblem(
-            f"{name} is {module.__version__}, which is too old: {dotted(OLDEST)} is the oldest supported version",
+            f"tensorrt is {module.__version__}, which is too old: {dotted(OLDEST)} is the oldest supported version",
             install(),
         )
     return module

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from kvexport.backends.sections import default
-from kvexport.backends.tensorrt.plugin import CACHE_OPERATORS, NAMESPACE, OPERATORS
+from kvexport.backends.tensorrt.plugin import NAMESPACE, OPERATORS
 from kvexport.backends.tensorrt.weights import with_typed_weights
 from kvexport.errors import KvexportError
 
@@ -114,5 +114,5 @@ def refused_operator(op_type: str) -> tuple[str, str]:
 
 def operators_of(whys: Mapping[str, str], has_merge: bool) -> dict[str, str | None]:
     """Return how TensorRT runs each operator, for the manifest; None for MergeCache if no KV cache is merged."""
-    result: dict[str, str | None] = {name: "function" if whys.get(name) else "plugin" for name in CACHE_OPERATORS}
+    result: dict[str, str | None] = {name: "function" if whys.get(name) else "plugin" for name in OPERATORS}
     return result if has_merge else {**result, "MergeCache": None}

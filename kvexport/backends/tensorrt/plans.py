@@ -10,7 +10,7 @@ from kvexport.artifact.digests import read_verified
 from kvexport.artifact.manifest import Manifest
 from kvexport.backends.tensorrt.cuda import Cuda, Replay
 from kvexport.backends.tensorrt.engines import single_profile
-from kvexport.backends.tensorrt.environment import REBUILD, import_runtime, require_gpu
+from kvexport.backends.tensorrt.environment import REBUILD, import_tensorrt, require_gpu
 from kvexport.backends.tensorrt.log import make_log
 from kvexport.backends.tensorrt.plugin import register
 from kvexport.backends.tensorrt.record import check_plan, engine_record
@@ -44,17 +44,13 @@ class Plans:
             )
         self.cuda = Cuda()
         gpu = require_gpu(self.cuda)
-        options = engines.options
-        self.trt = import_runtime(version_compatible=options.version_compatible)
+        self.trt = import_tensorrt()
         check_plan(engines, self.trt.__version__, gpu)
         self.overwritten = overwritten(manifest)
         self.log = make_log(self.trt)
         if engines.plugin_version is not None:
             register(self.trt)
         self._runtime = self.trt.Runtime(self.log)
-        # A version-compatible plan contains its own runtime, which is code for the host, so the plan's SHA-256 is
-        # checked when it is read.
-        self._runtime.engine_host_code_allowed = options.version_compatible
         self.decoder = self._open(path, manifest, engines.decoder)
         self.merge = self._open(path, manifest, engines.merge) if engines.merge else None
         self.top_logits = self._open(path, manifest, engines.top_logits)

@@ -17,8 +17,7 @@ from kvexport.schema.state import STATE_NAMES
 
 NAME = "libkvexport_tensorrt.so"
 VARIABLE = "KVEXPORT_TENSORRT_PLUGIN"
-CACHE_OPERATORS = ("VoteAttention", "MergeCache")
-OPERATORS = CACHE_OPERATORS
+OPERATORS = ("VoteAttention", "MergeCache")
 VERSION = "1"
 NAMESPACE = "kvexport"
 BUILD = (
@@ -88,7 +87,7 @@ def refusal(trt: Any, node: Any) -> str | None:
     The registered creator is asked for a plugin with the fields that TensorRT's parser would derive from the node's
     attributes. The creator returns no plugin if the plugin cannot run the node.
     """
-    if node.op_type in CACHE_OPERATORS:
+    if node.op_type in OPERATORS:
         present = [name.rpartition(".")[2] for name in node.output[node.op_type == "VoteAttention" :]]
         if extra := [name for name in present if name not in STATE_NAMES]:
             return f"the plugin does not take a method that keeps extra state, {extra[-1]}"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvexport.artifact.manifest import Manifest, parse_fields, require_file
 from kvexport.backends.tensorrt.environment import REBUILD, Gpu, dotted, version_of
-from kvexport.backends.tensorrt.section import TensorRTSection
 from kvexport.errors import EnvironmentProblem
 
 NAME = "tensorrt"
@@ -24,10 +22,6 @@ class EngineRecord:
     gpu: Gpu  # GPU that the plans were built for
     plugin_version: str | None  # version of the plugins in the plans, or None without plugins
     functions: Mapping[str, str]  # for each operator that runs as its ONNX function, the reason
-    options: TensorRTSection  # the recipe's section `backend.tensorrt`
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "options": self.options.model_dump(mode="json")}
 
 
 def engine_record(root: Path, manifest: Manifest) -> EngineRecord | None:
@@ -42,23 +36,14 @@ def engine_record(root: Path, manifest: Manifest) -> EngineRecord | None:
 
 
 def check_plan(engines: EngineRecord, version: str, gpu: Gpu) -> None:
-    built, options = engines.tensorrt, engines.options
-    present, required = version_of(version), version_of(built)
-    if options.version_compatible:
-        if present < required:
-            raise EnvironmentProblem(
-                f"the plan was built by TensorRT {built} and runs on it or a later one, this is {version}",
-                f"upgrade TensorRT, or {REBUILD}",
-            )
-    elif present != required:
+    built, capability = engines.tensorrt, engines.gpu.compute_capability
+    if version_of(version) != version_of(built):
         raise EnvironmentProblem(
-            f"the plan was built by TensorRT {built} and runs on no other, this is {version}",
-            f"{REBUILD}; backend.tensorrt.version_compatible=true makes plans that run on later versions",
+            f"the plan was built by TensorRT {built} and runs on no other, this is {version}", REBUILD
         )
-    level, name, capability = options.hardware_compatible, engines.gpu.name, engines.gpu.compute_capability
-    fits = gpu.compute_capability >= (8, 0) if level == "ampere_plus" else gpu.compute_capability == capability
-    if not fits:
-        runs_on = "8.0 and newer" if level == "ampere_plus" else dotted(capability)
+    if gpu.compute_capability != capability:
         raise EnvironmentProblem(
-            f"the plan was built on {name} and runs on compute capability {runs_on}, this is {gpu}", REBUILD
+            f"the plan was built on {engines.gpu.name} and runs on compute capability {dotted(capability)}, this is "
+            f"{gpu}",
+            REBUILD,
         )

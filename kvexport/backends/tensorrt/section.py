@@ -21,12 +21,6 @@ class TensorRTSection(RecipeSection):
         description="Whether plugins run kvexport's operators. auto: if the plugins' library exists; always: a build "
         "without it fails; never: TensorRT runs the operators' ONNX functions.",
     )
-    version_compatible: bool = Field(
-        False, description="Whether plans also run on later versions of TensorRT, and on the lean runtime."
-    )
-    hardware_compatible: Literal["none", "same_compute_capability", "ampere_plus"] = Field(
-        "none", description="The other GPUs on which plans run."
-    )
     optimization_level: int = Field(3, ge=0, le=5, description="0 builds fastest, 5 runs fastest.")
 
 

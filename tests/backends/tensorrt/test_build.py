@@ -31,13 +31,9 @@ from tests.support.with_top_logits import with_top_logits
 
 
 def test_profiles_and_options_are_the_recipes(tiny_artifact: Path, tmp_path: Path, plugins: Path) -> None:
-    settings = ("version_compatible=true", "hardware_compatible=ampere_plus", "optimization_level=5")
-    artifact = engines(tiny_artifact, tmp_path / "a", *settings)
+    artifact = engines(tiny_artifact, tmp_path / "a", "optimization_level=5")
     decoder, merge, top_logits = fake_tensorrt.IBuilderConfig.seen
-    assert decoder._flags == top_logits._flags == merge._flags
-    assert {flag.name for flag in merge._flags} == {"VERSION_COMPATIBLE"}
-    assert merge.hardware_compatibility_level.name == "AMPERE_PLUS"
-    assert merge.builder_optimization_level == 5
+    assert {config.builder_optimization_level for config in (decoder, merge, top_logits)} == {5}
     shapes = profiles_in(artifact / "merge.plan")
     assert [p["past_key_values.1.votes"] for p in shapes] == [[[1, 96], [1, 96], [4, 96]]]
     decode, prefill, single = profiles_in(artifact / "decoder.plan")
@@ -87,7 +83,6 @@ def test_the_manifest_and_the_log_describe_the_built_engines(
         fake_tensorrt.VERSION,
     )
     assert about["gpu"] == {"name": "Fake GPU", "compute_capability": [9, 0]}
-    assert about["options"]["hardware_compatible"] == "none"
     assert manifest.recipe.backend.name == "tensorrt"
     assert (artifact / "tensorrt.log").read_text() == "[INFO] Building\n" * 3
     # Files that both artifacts have are hard links to the same file.

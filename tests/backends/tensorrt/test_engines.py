@@ -219,23 +219,6 @@ def test_decode_continues_without_a_graph_that_cannot_be_captured(
     assert warnings == {f"[WARNING] {what} runs without a CUDA graph" for what in ("decode", "merging")}
 
 
-def test_version_compatible_plans_run_on_the_lean_runtime(
-    tiny_artifact: Path, tmp_path: Path, plugins: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    artifact, plain = (
-        engines(tiny_artifact, tmp_path / "a", "version_compatible=true"),
-        engines(tiny_artifact, tmp_path / "b"),
-    )
-    fake_tensorrt.install(monkeypatch, gpu, version="11.9.0.1", lean=True)
-    engine = kvexport.load(artifact)
-    assert engine.model._runtime.engine_host_code_allowed is True  # type: ignore[attr-defined]
-    assert [c.token_ids for c in engine.generate(PROMPTS, max_new_tokens=NEW, do_sample=False)] == generated(
-        tiny_artifact
-    )
-    with pytest.raises(EnvironmentProblem, match="tensorrt"):
-        kvexport.load(plain)
-
-
 def test_the_graphs_of_a_tensorrt_artifact_run_on_onnx_runtime(tiny_artifact: Path, tmp_path: Path, gpu: Any) -> None:
     artifact = engines(tiny_artifact, tmp_path / "a")
     assert generated(artifact, backend="onnxruntime") == generated(tiny_artifact)

@@ -20,13 +20,12 @@ from tests.support.tensorrt_harness import what_is_missing
 ASK = """
 import json, sys
 import onnx
+import tensorrt_lean as trt
 from kvexport.backends.tensorrt.graphs import for_tensorrt
 from kvexport.errors import EnvironmentProblem
-from kvexport.backends.tensorrt import environment
 from kvexport.backends.tensorrt import log
 from kvexport.backends.tensorrt import plugin
 
-trt = environment.import_runtime(version_compatible=True)
 answer = {"module": trt.__name__, "log": log.make_log(trt).errors}
 answer |= {"first": str(plugin.register(trt)), "again": plugin.register(trt)}
 graphs = [onnx.load(path, load_external_data=False) for path in sys.argv[1:]]

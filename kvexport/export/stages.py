@@ -35,7 +35,7 @@ from kvexport.export.graph.graphs import (
 from kvexport.export.model.hf_model import length_notes
 from kvexport.export.model.tensors import ModelShape
 from kvexport.export.passes import DECODER_PASSES, GRAPH_CHECKS
-from kvexport.export.passes.fusions import ADAPTERS
+from kvexport.export.passes.fusions import add_adapters
 from kvexport.export.vision import Vision
 from kvexport.export.weights.specs import packed_formats, packings, stored_specs, weight_notes, weight_specs
 from kvexport.export.weights.write import (
@@ -153,7 +153,7 @@ def write_graphs(
 ) -> Graphs:
     # On GPUs, the matrix products of LoRA adapters stay nodes of their own.
     on_gpu = backends.get(recipe.backend.name).needs_gpu(recipe)
-    passes = [one for one in DECODER_PASSES if not (on_gpu and one is ADAPTERS)]
+    passes = [one for one in DECODER_PASSES if not (on_gpu and one is add_adapters)]
     decoder = finish_decoder(
         traced.decoder,
         traced.written.locations,

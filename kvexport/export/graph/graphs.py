@@ -18,7 +18,7 @@ from kvexport.export.passes import ENCODER_PASSES
 from kvexport.export.passes.forms import linear_functions
 from kvexport.export.passes.library import inlined, put_products
 from kvexport.export.passes.packed import put_packed
-from kvexport.export.passes.report import Pass, run_passes
+from kvexport.export.passes.rewrite import Pass, run_passes
 from kvexport.export.weights.write import Location
 from kvexport.methods.base import Method
 from kvexport.ops.experts import experts_function

@@ -10,14 +10,12 @@ of every sequence is then computed by the nodes after the last attention (output
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import onnx_ir as ir
 
 from kvexport.export.passes.forms import OP_TYPES, form_of, is_linear
-from kvexport.export.passes.nodes import Dims, dims, is_op, show
-from kvexport.export.passes.report import Rewrite
+from kvexport.export.passes.nodes import Dims, dims, is_op
+from kvexport.export.passes.rewrite import at_every_node
 
 PRODUCTS = {*OP_TYPES, "MatMul"}
 # Operators that compute each row of their first input by itself, along the last axis
@@ -29,59 +27,43 @@ ELEMENTWISE = {
 }  # fmt: skip
 
 
-class Match(NamedTuple):
-    pick: ir.Node
-    data: ir.Value
-    row: ir.Value
-
-
-def pattern(node: ir.Node) -> list[Match]:
-    if not is_op(node, "GatherElements"):
-        return []
-    data, index = node.inputs
+@at_every_node
+def pick_last_rows(pick: ir.Node) -> bool:
+    along_tokens = is_op(pick, "GatherElements") and pick.attributes.get_int("axis", 0) == 1
+    if not along_tokens or pick.outputs[0].is_graph_output():
+        return False
+    data, index = pick.inputs
     expand = index.producer() if index is not None else None
     row = expand.inputs[0] if expand is not None and is_op(expand, "Expand") else None
-    return [Match(node, data, row)] if data is not None and row is not None else []
-
-
-def check(match: Match) -> str:
-    """Return why a token cannot be picked from the inputs of earlier nodes instead of their result; "" if it can."""
-    pick, data, row = match
-    shape, axis = dims(data), pick.attributes.get_int("axis", 0)
-    if axis != 1 or len(shape) != 3 or None in shape:
-        return f"it picks along axis {axis} of {show(shape)}"
-    picked = dims(pick.outputs[0])
-    if dims(row) != (shape[0], 1, 1) or picked != (shape[0], 1, shape[2]):
-        return f"of {show(shape)} it picks {show(picked)} by {show(dims(row))}, not one row of every sequence"
-    if pick.outputs[0].is_graph_output():
-        return "the picked rows are an output of the graph"
-    moved = _movable(match)
-    if wide := [value.name for value in _sources(moved) if not isinstance(dims(value)[-1], int)]:
-        return f"{wide[0]} has rows of unknown size"
-    if not any(node.op_type in PRODUCTS for node in moved):
-        return f"no product above {data.name} is known to compute each row by itself and for this alone"
-    return ""
-
-
-def rewrite(match: Match) -> None:
-    graph, moved = match.pick.graph, _movable(match)
+    shape, picked = dims(data), dims(pick.outputs[0])
+    if data is None or row is None or len(shape) != 3 or None in shape:
+        return False
+    one_of_every_sequence = dims(row) == (shape[0], 1, 1) and picked == (shape[0], 1, shape[2])
+    moved = _movable(pick, data) if one_of_every_sequence else {}
+    # The values that nodes of `moved` read row by row and do not compute; a row of each of them is picked.
+    sources = list(dict.fromkeys(x for inputs in moved.values() for x in inputs if x.producer() not in moved))
+    known = all(isinstance(dims(value)[-1], int) for value in sources)
+    if not known or not any(node.op_type in PRODUCTS for node in moved):
+        return False
+    graph = pick.graph
     assert isinstance(graph, ir.Graph)
-    for value in _sources(moved):
-        one = _row_of(graph, value, match.row)
+    for value in sources:
+        one = _row_of(graph, value, row)
         for use in list(value.uses()):
             if use.node in moved:
                 use.node.replace_input_with(use.idx, one)
     for value in [value for node in moved for value in node.outputs]:
         value.shape = _with_one_row(value)
-    match.pick.outputs[0].replace_all_uses_with(match.data)
+    pick.outputs[0].replace_all_uses_with(data)
     graph.sort()
+    return True
 
 
-def _movable(match: Match) -> dict[ir.Node, list[ir.Value]]:
+def _movable(pick: ir.Node, data: ir.Value) -> dict[ir.Node, list[ir.Value]]:
     """Return the nodes that need only the last token's row, from last to first, and the inputs they read by row."""
-    pick, graph = match.pick, match.pick.graph
+    graph = pick.graph
     assert isinstance(graph, ir.Graph)
-    batch, tokens, _ = dims(match.data)
+    batch, tokens, _ = dims(data)
     selected: dict[ir.Node, list[ir.Value]] = {}
     for node in reversed(graph):
         readers = [use.node for value in node.outputs for use in value.uses()]
@@ -91,11 +73,6 @@ def _movable(match: Match) -> dict[ir.Node, list[ir.Value]]:
             if inputs:
                 selected[node] = inputs
     return selected
-
-
-def _sources(moved: dict[ir.Node, list[ir.Value]]) -> list[ir.Value]:
-    """Return the values that nodes of `moved` read row by row and do not compute; a row of each of them is picked."""
-    return list(dict.fromkeys(x for inputs in moved.values() for x in inputs if x.producer() not in moved))
 
 
 def _row_inputs(node: ir.Node, rows: Dims) -> list[ir.Value]:
@@ -189,6 +166,3 @@ def _append(
 def _with_one_row(value: ir.Value) -> ir.Shape:
     shape = dims(value)
     return ir.Shape([*shape[:-2], 1, shape[-1]])
-
-
-LAST_ROWS = Rewrite("last rows", pattern, check, rewrite)

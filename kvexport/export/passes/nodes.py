@@ -43,10 +43,6 @@ def known_shape(value: ir.Value | None) -> tuple[int | str, ...]:
     return tuple(d for d in sizes if d is not None) if None not in sizes else ()
 
 
-def show(shape: Sequence[int | str | None]) -> str:
-    return f"[{', '.join('?' if d is None else str(d) for d in shape)}]" if shape else "an unknown shape"
-
-
 def replace(nodes: Sequence[ir.Node], new: ir.Node, outputs: Sequence[ir.Value] | None = None) -> None:
     """Replace `nodes` of a graph by the node `new`, which takes the place and the name of the last of them.
 

@@ -13,38 +13,20 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from kvexport.export.passes.nodes import is_op
-from kvexport.export.passes.report import Rewrite
+from kvexport.export.passes.rewrite import at_every_node
 
 
-def pattern(node: ir.Node) -> list[ir.Node]:
-    if not is_op(node, "RMSNormalization"):
-        return []
-    rows, scale = _inputs(node)
-    return [node] if rows.dtype != scale.dtype else []
-
-
-def check(norm: ir.Node) -> str:
-    """Return why rows cannot be cast to the type of their scale; only a cast from float16 to float32 is exact."""
-    rows, scale = _inputs(norm)
-    if (rows.dtype, scale.dtype) == (ir.DataType.FLOAT16, ir.DataType.FLOAT):
-        return ""
-    return f"its rows are {rows.dtype}, its scale {scale.dtype}"
-
-
-def rewrite(norm: ir.Node) -> None:
-    rows, graph = _inputs(norm)[0], norm.graph
-    assert isinstance(graph, ir.Graph)
+@at_every_node
+def cast_norm_rows(norm: ir.Node) -> bool:
+    if not is_op(norm, "RMSNormalization"):
+        return False
+    rows, scale, graph = norm.inputs[0], norm.inputs[1], norm.graph
+    assert rows is not None and scale is not None and isinstance(graph, ir.Graph)
+    if (rows.dtype, scale.dtype) != (ir.DataType.FLOAT16, ir.DataType.FLOAT):  # of other types no cast would be exact
+        return False
     cast = ir.node("Cast", [rows], {"to": ir.DataType.FLOAT}, name=f"{norm.name}.rows")
     wide = cast.outputs[0]
     wide.name, wide.dtype, wide.shape = f"{norm.outputs[0].name}.rows", ir.DataType.FLOAT, rows.shape
     graph.insert_before(norm, cast)
     norm.replace_input_with(0, wide)
-
-
-def _inputs(norm: ir.Node) -> tuple[ir.Value, ir.Value]:
-    rows, scale = norm.inputs
-    assert rows is not None and scale is not None
-    return rows, scale
-
-
-NORM_TYPES = Rewrite("norm types", pattern, check, rewrite)
+    return True

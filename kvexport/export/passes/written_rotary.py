@@ -11,55 +11,31 @@ exporter's own fusion leaves out models whose cosines are of another type than t
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import onnx_ir as ir
 
 from kvexport.export.passes.forms import linear_of
-from kvexport.export.passes.nodes import dims, is_op, known_shape, producer, replace, show
-from kvexport.export.passes.report import Rewrite
+from kvexport.export.passes.nodes import is_op, known_shape, producer, replace
+from kvexport.export.passes.rewrite import at_every_node
 
 BY_ELEMENT = ("Cos", "Sin", "Cast", "Mul")
 
 
-class Match(NamedTuple):
-    heads: ir.Value
-    swapped: ir.Node
-    tables: tuple[ir.Value | None, ir.Value | None]  # c, s
-    nodes: tuple[ir.Node, ir.Node, ir.Node]  # both Mul, the Add
-
-
-def pattern(node: ir.Node) -> list[Match]:
-    """Return the sums of two products that could be rotary embeddings: of a Linear's output, and of swapped halves."""
-    matches = []
+@at_every_node
+def recognize_rotary(node: ir.Node) -> bool:
     for i in (0, 1):
         straight, crossed = (producer(node, j, "Mul") if is_op(node, "Add") else None for j in (i, 1 - i))
         if straight is None or crossed is None:
             continue
         for j, k in ((0, 0), (0, 1), (1, 0), (1, 1)):
             heads, swapped = straight.inputs[j], producer(crossed, k, "Concat")
-            if heads is None or swapped is None or linear_of(straight, j) is None or not producer(swapped, 0, "Neg"):
+            if heads is None or swapped is None or linear_of(straight, j) is None:
                 continue
-            tables = straight.inputs[1 - j], crossed.inputs[1 - k]
-            matches.append(Match(heads, swapped, tables, (straight, crossed, node)))
-    return matches
-
-
-def check(match: Match) -> str:
-    """Return why a sum of two products is no rotary embedding; "" if it is one."""
-    if not _swaps_halves(match.swapped, match.heads):
-        return f"{match.swapped.name} is not (-second half, first half) of the last dimension of its heads"
-    for table in match.tables:
-        if reason := _not_of_one_half(table, match.heads):
-            return reason
-    if len(match.heads.uses()) != 3 or match.heads.is_graph_output():
-        return "its heads are read by other nodes too"
-    return ""
-
-
-def rewrite(match: Match) -> None:
-    angles = [_half(_before_heads(table)) for table in match.tables]
-    replace(match.nodes, ir.node("RotaryEmbedding", [match.heads, *angles]))
+            tables = [_before_heads(x, heads) for x in (straight.inputs[1 - j], crossed.inputs[1 - k])]
+            read_here_alone = len(heads.uses()) == 3 and not heads.is_graph_output()
+            if read_here_alone and _swaps_halves(swapped, heads) and all(map(_has_equal_halves, tables)):
+                replace([straight, crossed, node], ir.node("RotaryEmbedding", [heads, *map(_half, tables)]))
+                return True
+    return False
 
 
 def _swaps_halves(concat: ir.Node, x: ir.Value) -> bool:
@@ -85,24 +61,14 @@ def _slices(node: ir.Node, x: ir.Value, start: int, end: int) -> bool:
     return first == start and min(last, known_shape(x)[-1]) == end and axis in (-1, 3) and step == 1
 
 
-def _not_of_one_half(table: ir.Value | None, heads: ir.Value) -> str:
-    """Return why a table for `heads` [B, H, T, D] may not be [B, 1, T, D] with two equal halves; "" if it is."""
-    if table is None:
-        return "a table is left out"
-    shape = known_shape(heads)
-    if len(shape) != 4 or known_shape(table) != (shape[0], 1, *shape[2:]):
-        return f"{table.name} has {show(dims(table))} for heads of {show(dims(heads))}"
-    if not _has_equal_halves(_before_heads(table)):
-        return f"the halves of {table.name} may differ"
-    return ""
-
-
-def _before_heads(table: ir.Value | None) -> ir.Value | None:
+def _before_heads(table: ir.Value | None, heads: ir.Value) -> ir.Value | None:
+    """Return the table [B, T, D] that becomes `table` [B, 1, T, D] for `heads` [B, H, T, D]; None for another value."""
     apart = table.producer() if table is not None else None
     axes = apart.inputs[1] if apart is not None and is_op(apart, "Unsqueeze") else None
     if apart is None or axes is None or axes.const_value is None or axes.const_value.numpy().tolist() != [1]:
         return None
-    return apart.inputs[0]
+    shape = known_shape(heads)
+    return apart.inputs[0] if len(shape) == 4 and known_shape(table) == (shape[0], 1, *shape[2:]) else None
 
 
 def _has_equal_halves(value: ir.Value | None) -> bool:
@@ -138,6 +104,3 @@ def _half(value: ir.Value | None) -> ir.Value:
 
 def _repeats(node: ir.Node) -> bool:
     return is_op(node, "Concat") and len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]
-
-
-WRITTEN_ROTARY = Rewrite("written-out rotary embedding", pattern, check, rewrite)

@@ -8,7 +8,7 @@ cast to the type of w. If the columns of w are stored in another order, products
 A Gather of the rows of w (an embedding) becomes nodes that dequantize only those rows:
 
     y = Gather<axis = 0>(w, ids)  =>  r = Gather<axis = 0>(rows, ids), scale, zero, minimum and so on likewise;
-                                      numbers unpacked, cast to float32, (r - zero) * scale + minimum
+                                      y = the same nodes with these in place of the whole tensors
 
 `rows` has the same bytes as w. Tensors of four bits are uint8 [N, K / 2] there, because Gather supports no 4-bit types.
 ONNX Runtime's CUDA provider has no kernels of operators on bits, so for it the Gather becomes
@@ -21,18 +21,17 @@ with g the number of inputs that share a scale.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import onnx.parser
 import onnx_ir as ir
-from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
 from kvexport.export.passes.nodes import is_op, permutes
 from kvexport.export.weights.computed import component_name
 from kvexport.ops.linear import dequantized, parts_after
-from kvexport.ops.packed import SUPER, PackedFormat
+from kvexport.ops.packed import PackedFormat
 
 TYPES = {
     "int4": ir.DataType.INT4,
@@ -156,83 +155,64 @@ class _Putter:
         self.graph.insert_before(self.before, node)
         return node.outputs[0]
 
-    def constant(self, numbers: Sequence[int] | Sequence[list[int]], dtype: type = np.int64) -> ir.Value:
-        array: NDArray[Any] = np.array(numbers, dtype)
-        name = f"kvexport.{array.dtype.name}.{'x'.join(map(str, array.shape))}.{'_'.join(map(str, array.ravel()))}"
+    def constant(self, numbers: Sequence[int]) -> ir.Value:
+        name = f"kvexport.int64.{'_'.join(map(str, numbers))}"
         if name not in self.graph.initializers:
-            tensor = ir.tensor(array, name=name)
+            tensor = ir.tensor(np.array(numbers, np.int64), name=name)
             self.graph.initializers[name] = ir.Value(
-                name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor
+                name=name, shape=ir.Shape([len(numbers)]), type=ir.TensorType(tensor.dtype), const_value=tensor
             )
         return self.graph.initializers[name]
 
     def cast(self, value: ir.Value, stored: ir.DataType, target: ir.DataType) -> ir.Value:
         return value if stored == target else self.node("Cast", [value], to=int(target))
 
+    def computed(self, lines: Sequence[str], inputs: Mapping[str, ir.Value], result: str) -> ir.Value:
+        """Add the nodes of `lines`, in ONNX's textual form, which read `inputs` by name; return the value `result`."""
+        header = '<domain: "kvexport", opset_import: ["": 23]>'
+        text = "\n".join([header, f"Dequantize ({', '.join(inputs)}) => ({result})", "{", *lines, "}"])
+        function = ir.serde.deserialize_function(onnx.parser.parse_function(text))
+        values = dict(zip(function.inputs, inputs.values(), strict=True))
+        for node in function:
+            read = [values[value] for value in node.inputs if value is not None]
+            attributes = {str(name): x for name, x in node.attributes.items()}
+            values[node.outputs[0]] = self.node(node.op_type, read, "", **attributes)
+        return values[function.outputs[0]]
+
     def dense(self) -> ir.Value:
         """Add nodes that dequantize the whole packed weight, at the beginning of the graph, and return their result."""
         self.before, kind = self.graph[0], self.packing.kind
-        names = ["weight", *parts_after(kind)]
-        lines, result = dequantized(names, kind, self.packing.group, axis=1)
-        header = '<domain: "kvexport", opset_import: ["": 23]>'
-        text = "\n".join([header, f"Dequantize ({', '.join(names)}) => ({result})", "{", *lines, "}"])
-        function = ir.serde.deserialize_function(onnx.parser.parse_function(text))
-        parts = [self.component(name) for name in names]
-        values = dict(zip(function.inputs, parts, strict=True))
-        for node in function:
-            inputs = [values[value] for value in node.inputs if value is not None]
-            values[node.outputs[0]] = self.node(
-                node.op_type, inputs, "", **{str(k): x for k, x in node.attributes.items()}
-            )
-        value = values[function.outputs[0]]
+        parts = {name: self.component(name) for name in ("weight", *parts_after(kind))}
+        lines, result = dequantized([*parts], kind, self.packing.group, axis=1)
+        value = self.computed(lines, parts, result)
         _typed(value, ir.DataType.FLOAT, self.shape)
         value = self.cast(value, ir.DataType.FLOAT, self.dtype)
         _typed(value, self.dtype, self.shape)
-        value.meta[_PACKED] = Packed(self.packing, parts)
+        value.meta[_PACKED] = Packed(self.packing, [*parts.values()])
         return value
 
     def embedding(self, gather: ir.Node) -> None:
         """Replace a Gather of the weight's rows by nodes that gather the packed rows and dequantize them."""
-        self.before = gather
-        packing, k = self.packing, self.shape[1]
-        ids, computed = gather.inputs[1], ir.DataType.FLOAT
+        self.before, ids, kind = gather, gather.inputs[1], self.packing.kind
         assert ids is not None
-        values = self.numbers("weight", ids, k, packing.group)
-        if packing.offset == "zero":
-            values = self.node("Sub", [values, self.numbers("zero", ids, k // packing.group, 1)])
-        values = self.node("Mul", [values, self.floats(packing.scale, ids)])
-        if packing.offset == "minimum":
-            values = self.node("Add", [values, self.floats("minimum", ids)])
-        rows = self.cast(self.node("Reshape", [values, self.constant([0, 0, k])]), computed, self.dtype)
+        inputs, lines, picked = {"ids": ids}, list[str](), dict[str, str]()
+        for name in ("weight", *parts_after(kind)):
+            dtype, shape = self.components[name]
+            halves = dtype in ("int4", "uint4")
+            alias = (ROWS if name == "weight" else f"{name}_{ROWS}", (shape[0], shape[-1] // 2), "uint8")
+            inputs[name] = self.component(*alias) if halves else self.component(name)
+            picked[name] = name if name == "table" else f"{name}_picked"
+            if name != "table":
+                lines.append(f"{picked[name]} = Gather <axis = 0> ({name}, ids)")
+            if halves:
+                lines += _codes(picked[name], signed=dtype == "int4")
+                picked[name] += "_codes"
+        more, result = dequantized([*picked.values()], kind, self.packing.group, axis=2)
+        rows = self.cast(self.computed([*lines, *more], inputs, result), ir.DataType.FLOAT, self.dtype)
         old = gather.outputs[0]
         _like(rows, old, str(old.name))
         ir.convenience.replace_all_uses_with(old, rows, replace_graph_outputs=True)
         self.graph.remove(gather, safe=True)
-
-    def floats(self, component: str, ids: ir.Value) -> ir.Value:
-        """Add nodes that gather rows of the packed weight's scales or minimums; return float32 [B, T, groups, 1]."""
-        dtype, float32, last = self.packing.scale_dtype, ir.DataType.FLOAT, self.constant([-1])
-        groups = self.shape[1] // self.packing.group
-        if dtype == "uint4":
-            name, sizes = f"{component}_{ROWS}", (self.shape[0], groups // 2)
-            picked = self.node("Gather", [self.component(name, sizes, "uint8"), ids], axis=0)
-            picked = self.node("Cast", [self.halves(picked)], to=int(float32))
-        else:
-            picked = self.node("Gather", [self.component(component), ids], axis=0)
-        if dtype == "int6":
-            picked = self.sixes(self.node("Reshape", [picked, self.constant([0, 0, groups // 4, 3])]))
-        elif dtype != "uint4":
-            picked = self.cast(picked, TYPES[dtype], float32)
-        if component == "exponent":
-            exponent = self.node("Sub", [picked, self.constant([128], np.float32)])
-            picked = self.node("Pow", [self.constant([2], np.float32), exponent])
-        if self.packing.has_supers:
-            supers = self.shape[1] // SUPER
-            factors = self.node("Gather", [self.component(f"super_{component}"), ids], axis=0)
-            factors = self.node("Unsqueeze", [self.cast(factors, ir.DataType.FLOAT16, float32), last])
-            apart = self.node("Reshape", [picked, self.constant([0, 0, supers, groups // supers])])
-            picked = self.node("Reshape", [self.node("Mul", [apart, factors]), self.constant([0, 0, groups])])
-        return self.node("Unsqueeze", [picked, last])
 
     def library_embedding(self, gather: ir.Node) -> None:
         """Replace a Gather of the packed weight's rows by ONNX Runtime's GatherBlockQuantized."""
@@ -262,56 +242,32 @@ class _Putter:
         _like(rows, old, str(old.name))
         ir.convenience.replace_all_uses_with(old, rows, replace_graph_outputs=True)
 
-    def numbers(self, component: str, ids: ir.Value, count: int, group: int) -> ir.Value:
-        """Add nodes that gather `count` packed codes for each token; return float32 [B, T, count / group, group]."""
-        packing = self.packing
-        shape = self.constant([0, 0, count // group, group])
-        name = ROWS if component == "weight" else f"{component}_{ROWS}"
-        if packing.bits == 8:
-            picked = self.node(
-                "Gather", [self.component(name, self.components[component].shape, packing.dtype), ids], axis=0
-            )
-            return self.node("Cast", [self.node("Reshape", [picked, shape])], to=int(ir.DataType.FLOAT))
-        stored = (self.shape[0], count * packing.low_bits // 8)
-        picked = self.node("Gather", [self.component(name, stored, "uint8"), ids], axis=0)
-        values = self.fields(picked, 2, count) if packing.low_bits == 2 else self.halves(picked)
-        if packing.high_bits:
-            upper = self.node("Gather", [self.component("high"), ids], axis=0)
-            upper = self.node("Reshape", [self.fields(upper, packing.high_bits, count), shape])
-            upper = self.node("BitShift", [upper, self.constant([packing.low_bits], np.uint8)], direction="LEFT")
-            values = self.node("BitwiseOr", [self.node("Reshape", [values, shape]), upper])
-        elif packing.signed:
-            values = self.node("BitwiseXor", [values, self.constant([8], np.uint8)])
-        if packing.table:
-            indices = self.node("Cast", [values], to=int(ir.DataType.INT32))
-            values = self.node("Gather", [self.component("table"), indices], axis=0)
-        value = self.node("Cast", [self.node("Reshape", [values, shape])], to=int(ir.DataType.FLOAT))
-        half = 1 << (packing.bits - 1)
-        return self.node("Sub", [value, self.constant([half], np.float32)]) if packing.signed else value
 
-    def halves(self, picked: ir.Value) -> ir.Value:
-        """Add nodes that unpack 4-bit codes [B, T, bytes]; return uint8 [B, T, bytes, 2]."""
-        low = self.node("BitwiseAnd", [picked, self.constant([15], np.uint8)])
-        high = self.node("BitShift", [picked, self.constant([4], np.uint8)], direction="RIGHT")
-        last = self.constant([-1])
-        return self.node("Concat", [self.node("Unsqueeze", [x, last]) for x in (low, high)], axis=-1)
-
-    def fields(self, picked: ir.Value, bits: int, count: int) -> ir.Value:
-        """Add nodes that unpack rows of `count` codes of 1 or 2 bits (`pack_fields`); return uint8 [B, T, ...]."""
-        apart = self.node("Reshape", [picked, self.constant([0, 0, count * bits // 32, 1, 4])])
-        fields = self.constant([[field] for field in range(0, 8, bits)], np.uint8)
-        apart = self.node("BitShift", [apart, fields], direction="RIGHT")
-        return self.node("BitwiseAnd", [apart, self.constant([(1 << bits) - 1], np.uint8)])
-
-    def sixes(self, apart: ir.Value) -> ir.Value:
-        """Add nodes that unpack scales [B, T, groups / 4, 3] of 6 bits (`pack_sixes`); return float32."""
-        to_float = int(ir.DataType.FLOAT)
-        three = self.node("BitwiseAnd", [apart, self.constant([63], np.uint8)])
-        twos = self.node("BitShift", [apart, self.constant([6], np.uint8)], direction="RIGHT")
-        powers = self.constant([[1], [4], [16]], np.float32)
-        fourth = self.node("MatMul", [self.node("Cast", [twos], to=to_float), powers])
-        four = self.node("Concat", [self.node("Cast", [three], to=to_float), fourth], axis=-1)
-        return self.node("Sub", [four, self.constant([32], np.float32)])
+def _codes(name: str, *, signed: bool) -> list[str]:
+    """Return the nodes that unpack rows of 4-bit codes, two in a byte; the result is `name`_codes, uint8 or int8."""
+    lines = [
+        f"{name}_fifteen = Constant <value = uint8[1] {{15}}> ()",
+        f"{name}_four = Constant <value = uint8[1] {{4}}> ()",
+        f"{name}_end = Constant <value_ints = [-1]> ()",
+        f"{name}_row = Constant <value_ints = [0, 0, -1]> ()",
+        f"{name}_low = BitwiseAnd ({name}, {name}_fifteen)",
+        f'{name}_upper = BitShift <direction = "RIGHT"> ({name}, {name}_four)',
+        f"{name}_low_column = Unsqueeze ({name}_low, {name}_end)",
+        f"{name}_upper_column = Unsqueeze ({name}_upper, {name}_end)",
+        f"{name}_pairs = Concat <axis = -1> ({name}_low_column, {name}_upper_column)",
+    ]
+    if not signed:
+        return [*lines, f"{name}_codes = Reshape ({name}_pairs, {name}_row)"]
+    return [
+        *lines,
+        f"{name}_unsigned = Reshape ({name}_pairs, {name}_row)",
+        f"{name}_eight = Constant <value = uint8[1] {{8}}> ()",
+        f"{name}_raised = BitwiseXor ({name}_unsigned, {name}_eight)",  # the code plus 8
+        f"{name}_float = Cast <to = 1> ({name}_raised)",
+        f"{name}_lift = Constant <value_float = 8.0> ()",
+        f"{name}_difference = Sub ({name}_float, {name}_lift)",
+        f"{name}_codes = Cast <to = 3> ({name}_difference)",
+    ]
 
 
 def _graph(node: ir.Node) -> ir.Graph:

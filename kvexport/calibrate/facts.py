@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from kvexport.errors import UsageError
 from kvexport.evaluate.corpus import manual
-from kvexport.evaluate.language import Ids, Language, Words, language_of
-from kvexport.evaluate.recall import Passage, passage
+from kvexport.evaluate.language import Ids, Language, Words, language_of, question_and_answer
+from kvexport.evaluate.tasks import Sample
 from kvexport.language.tokenizer import FILE_NAME, Tokenizer
 
 FACTS = 6  # facts in a passage; one question is asked about each
@@ -38,8 +39,8 @@ def language_of_folder(checkpoint: Path) -> Language:
     return language_of(Tokenizer.from_folder(checkpoint))
 
 
-def fact_passages(checkpoint: Path, length: int, count: int) -> list[Passage]:
-    """Return passages of about `length` tokens, each with FACTS inserted facts to recall, such as codes of places."""
+def fact_samples(checkpoint: Path, length: int, count: int) -> list[Sample]:
+    """Return texts of about `length` tokens with FACTS inserted facts, such as codes of places, and their questions."""
     tokenizer, language = Tokenizer.from_folder(checkpoint), language_of_folder(checkpoint)
     results = []
     for i in range(count):
@@ -53,13 +54,15 @@ def fact_passages(checkpoint: Path, length: int, count: int) -> list[Passage]:
             first = rng.randrange(max(1, len(sentences) // 2))
             sentences = sentences[first:] + sentences[:first]
             facts = [_code(thing, f"{rng.randrange(10_000):04}") for thing in rng.sample(THINGS, FACTS)]
-        source = passage(lambda text: _encode(tokenizer, text), sentences, facts, length, places)
-        if len(source.ids) < length // 2:
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+        passage = passage_ids(encode, sentences, [statement for statement, _, _ in facts], length, places)
+        if len(passage) < length // 2:
             raise UsageError(
-                f"the text to insert facts into gives passages of {len(source.ids)} tokens, not of {length}",
-                f"--length {len(source.ids)}",
+                f"the text to insert facts into gives passages of {len(passage)} tokens, not of {length}",
+                f"--length {len(passage)}",
             )
-        results.append(replace(source, ids=[*language.start, *source.ids]))
+        questions = [question_and_answer(encode, question, answer) for _, question, answer in facts]
+        results.append(asked_and_answered([*language.start, *passage], questions))
     return results
 
 
@@ -68,5 +71,27 @@ def _code(thing: str, number: str) -> tuple[str, str, str]:
     return f"{statement} {number}.", statement, number
 
 
-def _encode(tokenizer: Tokenizer, text: str) -> Ids:
-    return tokenizer.encode(text, add_special_tokens=False)
+def passage_ids(
+    encode: Callable[[str], Ids], sentences: Sequence[str], facts: Sequence[str], length: int, rng: np.random.Generator
+) -> Ids:
+    """Return a passage of about `length` tokens: sentences in order, with facts at random places between them."""
+    room = length - sum(len(encode(f" {fact}")) for fact in facts) - len(encode("\n\n"))
+    statements: list[str] = []
+    for sentence in sentences:
+        room -= len(encode(f" {sentence}"))
+        if room < 0:
+            break
+        statements.append(sentence)
+    for fact in facts:
+        statements.insert(int(rng.integers(0, len(statements) + 1)), fact)
+    return encode(" ".join(statements) + "\n\n")
+
+
+def asked_and_answered(passage: Ids, questions: Sequence[tuple[Ids, Ids]]) -> Sample:
+    """Return a passage, followed by questions with their answers; only the tokens of the answers are evaluated."""
+    ids, counted = list(passage), list[int]()
+    for question, answer in questions:
+        ids += question
+        counted += range(len(ids) - 1, len(ids) - 1 + len(answer))
+        ids += answer
+    return Sample(ids, len(passage), counted)

@@ -12,12 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.calibrate.allotment import relative_cost, robust_budgets
-from kvexport.calibrate.facts import fact_passages, language_of_folder
+from kvexport.calibrate.facts import fact_samples, language_of_folder
 from kvexport.calibrate.measured import Measured, budgets_of, measure
 from kvexport.calibrate.texts import LENGTH, read_kinds, tokenized
 from kvexport.errors import UsageError
 from kvexport.evaluate.language import Words
-from kvexport.evaluate.recall import Passage
 from kvexport.evaluate.tasks import TASKS, Sample
 from kvexport.plan.budgets import least_slots
 from kvexport.recipe.fields import Recipe
@@ -125,18 +124,8 @@ def samples_of(checkpoint: Path, length: int, texts: Path | None = None) -> dict
     else:
         for kind, ids in tokenized(checkpoint, read_kinds(texts), length).items():
             samples[kind] = Sample(ids, len(ids) // 2, list(range(len(ids) // 2, len(ids) - 1)))
-    facts = fact_passages(checkpoint, length * 7 // 8, PASSAGES)
-    return samples | {f"recall/{i}": asked_and_answered(passage) for i, passage in enumerate(facts)}
-
-
-def asked_and_answered(passage: Passage) -> Sample:
-    """Return a passage, followed by its questions with their answers; only the tokens of the answers are evaluated."""
-    ids, counted = list(passage.ids), list[int]()
-    for question in passage.questions:
-        ids += question.ids
-        counted += range(len(ids) - 1, len(ids) - 1 + len(question.answer))
-        ids += question.answer
-    return Sample(ids, len(passage.ids), counted)
+    facts = fact_samples(checkpoint, length * 7 // 8, PASSAGES)
+    return samples | {f"recall/{i}": sample for i, sample in enumerate(facts)}
 
 
 def fitted_slots(recipe: Recipe, length: int) -> int:

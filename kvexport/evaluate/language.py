@@ -7,6 +7,7 @@ statements and questions, and never use a tokenizer themselves.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import takewhile
 from typing import Protocol
 
@@ -71,6 +72,16 @@ class Words:
         return ids, [i - 1 for i, label in enumerate(labels) if label not in (tiny.IGNORE, tiny.EOS)]
 
 
+def question_and_answer(encode: Callable[[str], Ids], question: str, answer: str) -> tuple[Ids, Ids]:
+    """Return the token ids of a question and of its answer.
+
+    The answer begins with the first token that differs from those of the question alone.
+    """
+    whole = encode(f"{question} {answer}")
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(encode(question), whole, strict=False)))
+    return whole[:same], whole[same:]
+
+
 _ASKED = {"one": "# {}", "mostly": "# mostly {}"}
 
 
@@ -104,10 +115,7 @@ class Text:
         return self._continue(f"# {name} {thing}\n")
 
     def ask(self, kind: str, name: str, answer: str) -> tuple[Ids, Ids]:
-        question_text = _ASKED[kind].format(name)
-        whole, question = self._continue(f"{question_text} {answer}"), self._continue(question_text)
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(whole, question, strict=False)))
-        return whole[:same], whole[same:]
+        return question_and_answer(self._continue, _ASKED[kind].format(name), answer)
 
     def filler(self, rng: np.random.Generator, count: int) -> list[Ids]:
         """Return consecutive lines of the source text from a random line on, as token ids.

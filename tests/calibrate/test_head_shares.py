@@ -10,11 +10,10 @@ from typer.testing import CliRunner
 
 from kvexport.calibrate import facts
 from kvexport.calibrate.allotment import cheapest, curves_of, robust_budgets, shrunk
-from kvexport.calibrate.head_shares import asked_and_answered, calibrate_heads, fitted_slots, head_shares_of
+from kvexport.calibrate.head_shares import calibrate_heads, fitted_slots, head_shares_of
 from kvexport.calibrate.measured import Measured, budgets_of
 from kvexport.commands.app import app
 from kvexport.errors import UsageError
-from kvexport.evaluate.recall import Passage, Question
 from kvexport.plan.budgets import allocate
 from kvexport.recipe.load import load_recipe
 from tests.support.recipes import method_settings, set_options
@@ -39,12 +38,6 @@ def test_the_command_raises_the_shares_of_the_heads_that_a_text_needs() -> None:
     assert sum(slots) == 4 * 32 and min(slots[2:]) > max(slots[:2])
 
 
-def test_an_answer_is_judged_where_the_token_before_it_stands() -> None:
-    passage = Passage([1, 2, 3], [Question([4, 5], [6, 7], 2), Question([8], [9], 1)])
-    sample = asked_and_answered(passage)
-    assert [sample.ids[p + 1] for p in sample.counted] == [6, 7, 9] and sample.ids[:3] == passage.ids
-
-
 def test_a_checkpoint_without_a_tokenizer_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
     for file in ("config.json", "model.safetensors"):
         shutil.copy(tiny_checkpoint / file, tmp_path)
@@ -57,9 +50,9 @@ def test_a_text_that_is_too_short_for_facts_is_refused_with_a_fix(
 ) -> None:
     monkeypatch.setattr(facts, "manual", lambda: "a bird. ")
     with pytest.raises(UsageError, match="the text to insert facts into gives passages of") as caught:
-        facts.fact_passages(tiny_checkpoint, 1000, 1)
+        facts.fact_samples(tiny_checkpoint, 1000, 1)
     length = int(caught.value.fix.removeprefix("--length "))
-    assert facts.fact_passages(tiny_checkpoint, length * 7 // 8, 1)
+    assert facts.fact_samples(tiny_checkpoint, length * 7 // 8, 1)
 
 
 def test_budgets_of_least_cost_are_as_many_slots_and_more_where_evictions_cost_more() -> None:

@@ -96,16 +96,6 @@ def make_story(
     return [token for sentence in sentences for token in sentence], pairs
 
 
-def make_prompt(rng: np.random.Generator, length: int, facts: int, depth: float | None = None) -> tuple[list[int], int]:
-    """Return a prompt of exactly ``length`` token ids, ``<bos> ... ? NAME``, and the token id of the right answer.
-
-    ``depth`` is the place of the fact that is asked for: 0 at the beginning, 1 right before the question.
-    """
-    story, pairs = make_story(rng, length - 3, facts, depth)
-    name, thing = pairs[0]
-    return [BOS, *story, ASK, name], thing
-
-
 def recall_row(rng: np.random.Generator, length: int) -> tuple[list[int], list[int]]:
     """Return a training row of ``length`` ids and its labels, aligned with the ids.
 

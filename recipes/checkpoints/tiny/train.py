@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.evaluate.tiny_language import (
+    ASK,
     BOS,
     EOS,
     IDS,
@@ -36,7 +37,7 @@ from kvexport.evaluate.tiny_language import (
     SPECIALS,
     THING_IDS,
     WORDS,
-    make_prompt,
+    make_story,
     recall_row,
 )
 
@@ -172,6 +173,16 @@ def train(model: LlamaForCausalLM, seed: int, steps: int, tokens: int, peak: flo
                     print(json.dumps(log[-1]), flush=True)
                     values.clear()
     model.eval()
+
+
+def make_prompt(rng: np.random.Generator, length: int, facts: int, depth: float | None = None) -> tuple[list[int], int]:
+    """Return a prompt of exactly ``length`` token ids, ``<bos> ... ? NAME``, and the token id of the right answer.
+
+    ``depth`` is the place of the fact that is asked for: 0 at the beginning, 1 right before the question.
+    """
+    story, pairs = make_story(rng, length - 3, facts, depth)
+    name, thing = pairs[0]
+    return [BOS, *story, ASK, name], thing
 
 
 def recall(

@@ -122,19 +122,12 @@ class Run:
         # The artifact is built for the longest sample; the reported bytes are those of a prompt of the run's length.
         exact = recipe.model_copy(update={"limits": recipe.limits.model_copy(update={"max_length": self.length})})
         size = plan_cache(exact, self.geometry).bytes()
-        setting = Setting(FULL, 0.0, self.length, size, recipe)
+        setting = Setting(FULL, None, self.length, size, recipe)
         self.references = {
             task: Reference(self.folder, task, [len(sample.counted) for sample in samples], self._vocabulary)
             for task, samples in self.samples.items()
         }
-        return self._measure(setting, None)
-
-    def measure(self, setting: Setting) -> Result:
-        """Measure one compression method at one budget on every task.
-
-        `full` must be called first, because the predictions of the full KV cache have to exist.
-        """
-        return self._measure(setting, setting.budget)
+        return self.measure(setting)
 
     def _report(self, result: Result, left: int) -> None:
         text = line(result)
@@ -152,8 +145,12 @@ class Run:
         shared = self._shared[model]
         return load(build(recipe, self.folder / _file_name(name), shared=shared), verify=False)
 
-    def _measure(self, setting: Setting, budget: float | None) -> Result:
-        start, name = time.monotonic(), _name(setting)
+    def measure(self, setting: Setting) -> Result:
+        """Measure one compression method at one budget on every task.
+
+        `full` must be called first, because the predictions of the full KV cache have to exist.
+        """
+        start, name, budget = time.monotonic(), _name(setting), setting.budget
         with self.progress(f"building {name}", None):
             engine = self._engine(name, setting.recipe)
         result = Result(setting.label, budget, setting.slots, setting.bytes)

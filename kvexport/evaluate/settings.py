@@ -17,7 +17,7 @@ FULL = "full"
 @dataclass(frozen=True)
 class Setting:
     label: str  # method as the user wrote it, such as "keepkv:threshold=0.7"
-    budget: float  # budget as the user wrote it: a share of the run's length, or slots
+    budget: float | None  # budget as the user wrote it: a share of the run's length, or slots; None for the full cache
     slots: int  # mean number of slots of a layer that fit into the budget's bytes
     bytes: int  # bytes of the whole state of one sequence
     recipe: Recipe

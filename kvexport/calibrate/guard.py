@@ -28,19 +28,13 @@ def divergence(recipe: Recipe, shape: ModelShape, ids: Ids, slots: int, device: 
     """
     import torch
 
-    resolved = recipe.model_dump(mode="json")
-    plain = {
-        **resolved,
-        "model": {**resolved["model"], "dtype": "float32"},
-        "cache": {**resolved["cache"], "dtype": "model"},
-    }
-    base = sized(plain, len(ids), slots)
-    cache = {**base.model_dump(mode="json")["cache"], "allocation": resolved["cache"]["allocation"]}
+    base = sized(recipe, len(ids), slots).model_dump(mode="json")
+    cache = {**base["cache"], "allocation": recipe.cache.allocation.model_dump(mode="json")}
     dropping = {**cache, "method": DROPPING, "parameters": {}, "allocation": {"kind": "uniform"}}
-    recipes = [base.model_validate({**base.model_dump(mode="json"), "cache": x}) for x in (cache, dropping)]
+    recipes = [Recipe.model_validate({**base, "cache": x}) for x in (cache, dropping)]
     kept = list(range(len(ids) // 2, len(ids) - 1, 4))
     decoder = LayerwiseDecoder(shape.checkpoint, recipe, torch.device(device))
-    chunk = base.export.prefill_chunk
+    chunk = base["export"]["prefill_chunk"]
     full = decoder.logits(ids, kept, FullAttention(shape.geometry, recipe.cache.build_method())).log_softmax(-1)
     results = []
     for own in recipes:

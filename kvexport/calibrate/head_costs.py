@@ -43,13 +43,7 @@ class HeadCosts:
         if len(heads := {layer.kv_heads for layer in shape.geometry}) > 1:
             problem = f"layers have different numbers of KV heads ({', '.join(map(str, sorted(heads)))})"
             raise UsageError(problem, EQUAL)
-        resolved = recipe.model_dump(mode="json")
-        self._resolved = {
-            **resolved,
-            "model": {**resolved["model"], "dtype": "float32"},
-            "cache": {**resolved["cache"], "dtype": "model"},
-        }
-        self._method, self._geometry = recipe.cache.build_method(), shape.geometry
+        self._recipe, self._method, self._geometry = recipe, recipe.cache.build_method(), shape.geometry
         self._decoder = LayerwiseDecoder(shape.checkpoint, recipe, torch.device(device))
 
     @property
@@ -70,7 +64,7 @@ class HeadCosts:
         """
         geometry, full = self._geometry, FullAttention(self._geometry, self._method)
         slots = [budgets(min(len(ids), layer.sliding_window or len(ids))) for layer in geometry]
-        recipes = {n: sized(self._resolved, len(ids), n) for n in sorted({n for own in slots for n in own})}
+        recipes = {n: sized(self._recipe, len(ids), n) for n in sorted({n for own in slots for n in own})}
         plans = {n: plan_cache(recipe, geometry) for n, recipe in recipes.items()}
         chunk = recipes[slots[0][0]].export.prefill_chunk
         passes = self._decoder.passes(ids, full, lambda: advance(FORWARD))
@@ -89,13 +83,15 @@ class HeadCosts:
         return costs
 
 
-def sized(recipe: dict[str, Any], length: int, slots: int) -> Recipe:
-    """Return a copy of a recipe with `slots` slots for every KV head and room for texts of `length` tokens."""
-    cache = {**recipe["cache"], "budget": slots, "slack": None, "allocation": {"kind": "uniform"}}
-    limits = {**recipe["limits"], "max_length": length}
-    chunk = max(1, min(recipe["export"]["prefill_chunk"], length // CHUNKS))
-    export = {**recipe["export"], "prefill_chunk": chunk, "logits": "all"}
-    return Recipe.model_validate({**recipe, "cache": cache, "limits": limits, "export": export})
+def sized(recipe: Recipe, length: int, slots: int) -> Recipe:
+    """Return a copy of a recipe in float32 with `slots` slots for every KV head and room for `length` tokens."""
+    sections = recipe.model_dump(mode="json")
+    chunk = max(1, min(recipe.export.prefill_chunk, length // CHUNKS))
+    sections["model"]["dtype"] = "float32"
+    sections["cache"] |= {"dtype": "model", "budget": slots, "slack": None, "allocation": {"kind": "uniform"}}
+    sections["limits"]["max_length"] = length
+    sections["export"] |= {"prefill_chunk": chunk, "logits": "all"}
+    return Recipe.model_validate(sections)
 
 
 def _fisher_directions(logits: Tensor) -> Iterator[Tensor]:

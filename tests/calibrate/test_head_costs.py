@@ -47,7 +47,7 @@ def test_layers_one_at_a_time_have_the_costs_of_the_whole_model(tiny: tuple[Load
     outputs = [call[-1] for call in full.calls]
     along = _fisher_directions(logits.detach())
     gradients = [torch.autograd.grad((logits * x).sum(), outputs, retain_graph=True) for x in along]
-    recipes = [sized(loaded.resolved, LENGTH, slots) for slots in BUDGETS]
+    recipes = [sized(loaded.recipe, LENGTH, slots) for slots in BUDGETS]
     method, chunk = loaded.recipe.cache.build_method(), recipes[0].export.prefill_chunk
     expected = np.zeros((len(shape.geometry), shape.geometry[0].kv_heads, len(BUDGETS)))
     for i, (query, key, value, output) in enumerate(full.calls):
@@ -73,7 +73,7 @@ def test_a_gpu_measures_the_costs_of_the_cpu(tiny: tuple[LoadedRecipe, ModelShap
 @pytest.mark.parametrize("name", sorted(all_methods()))
 def test_every_method_compresses_on_a_gpu_as_on_the_cpu(name: str) -> None:
     layer, method = LayerGeometry(4, 2, 8, 8, sliding_window=40, softcap=5.0, scale=0.3), all_methods()[name]()
-    recipe = sized(load_recipe("tiny-base", [f"cache.method={name}"]).resolved, LENGTH, 24)
+    recipe = sized(load_recipe("tiny-base", [f"cache.method={name}"]).recipe, LENGTH, 24)
     cache = plan_cache(recipe, [layer]).caches[0]
     rng = torch.Generator().manual_seed(3)
     inputs = [torch.randn(1, h, LENGTH, 8, generator=rng) for h in (4, 2, 2)]
@@ -93,7 +93,7 @@ def test_native_operators_compute_the_compressed_attention_of_pytorch(
 ) -> None:
     loaded, shape = tiny
     layer, method = shape.geometry[0], loaded.recipe.cache.build_method()
-    cache = plan_cache(sized(loaded.resolved, LENGTH, 24), shape.geometry).caches[0]
+    cache = plan_cache(sized(loaded.recipe, LENGTH, 24), shape.geometry).caches[0]
     if compressed.native_opener(cache, method) is None:
         pytest.skip("the native operators are not built")
     rng = torch.Generator().manual_seed(1)
@@ -114,7 +114,7 @@ def test_a_layer_with_a_window_a_softcap_and_sinks_has_the_output_of_the_operato
     sinks = torch.randn(4, generator=rng)
     full = FullAttention([layer], method)
     output = full.attend(torch.nn.Identity(), *inputs, {"layer": 0, "s_aux": sinks})
-    recipe = sized(load_recipe("tiny-base", ["cache.method=ballot"]).resolved, LENGTH, LENGTH)
+    recipe = sized(load_recipe("tiny-base", ["cache.method=ballot"]).recipe, LENGTH, LENGTH)
     cache = plan_cache(recipe, [layer]).caches[0]
     assert cache.budget == (20, 20)
     torch.testing.assert_close(

@@ -318,7 +318,7 @@ def dequantized(parts: Sequence[str], kind: int, group: int, *, axis: int, like:
 
 
 def _fields(name: str, bits: int, kept: str, flat: str) -> list[str]:
-    """Return the nodes that unpack a tensor which `packed.pack_fields` packed; the result is called `name`_numbers."""
+    """Return the nodes that unpack a tensor as `packed.unpack_fields` does; the result is called `name`_numbers."""
     fields = range(0, 8, bits)
     return [
         f"{name}_bytes = Constant <value_ints = [{kept}, -1, 1, 4]> ()",

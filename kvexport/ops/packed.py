@@ -11,8 +11,8 @@ A scale is stored as a float; as an exponent e in a byte, for the scale 2^(e - 1
 with the float16 super-scale of 256 inputs (ggml's K types). A minimum is stored as a float or as such an integer. The
 value is computed in float32 and rounded once to the model's type. A byte stores two 4-bit codes (integers), the first
 in its low half, as in ONNX. Codes of 3, 5 and 6 bits are stored in two tensors: `weight` has the lower 2 or 4 bits, and
-`high` the upper 1 or 2. Fields of 1 or 2 bits are packed by `pack_fields`. Signed codes of 3, 5 and 6 bits are stored
-as code + 2^(bits - 1).
+`high` the upper 1 or 2. Fields of 1 or 2 bits are packed as `unpack_fields` says. Signed codes of 3, 5 and 6 bits are
+stored as code + 2^(bits - 1).
 """
 
 from __future__ import annotations
@@ -188,19 +188,11 @@ def unpack(stored: Array, tensor: PackedTensor) -> Array:
     return flat[: math.prod(tensor.shape)].reshape(tensor.shape)
 
 
-def pack_fields(numbers: Array, bits: int) -> Array:
-    """Pack integers [..., inputs] uint8 of 1 or 2 bits into [..., inputs * bits / 8] bytes.
+def unpack_fields(stored: Array, bits: int) -> Array:
+    """Return integers [..., inputs] uint8 of 1 or 2 bits, which are packed into [..., inputs * bits / 8] bytes.
 
     Byte i of every four bytes has the bits of the inputs i, i + 4, i + 8 and so on, the first in its lowest bits.
     """
-    fields = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    apart = numbers.reshape(*numbers.shape[:-1], -1, len(fields), 4) << fields
-    packed: Array = np.bitwise_or.reduce(apart, axis=-2).reshape(*numbers.shape[:-1], -1)
-    return packed
-
-
-def unpack_fields(stored: Array, bits: int) -> Array:
-    """Reverse `pack_fields`: return integers [..., inputs] from the packed bytes."""
     fields = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     apart = stored.reshape(*stored.shape[:-1], -1, 1, 4) >> fields & np.uint8((1 << bits) - 1)
     numbers: Array = apart.reshape(*stored.shape[:-1], -1)

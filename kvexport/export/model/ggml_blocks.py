@@ -50,7 +50,7 @@ def _nibbles_of(levels: Array, width: int) -> Array:
 
 
 def _fields(stored: Array, bits: int) -> Array:
-    """Convert 1-bit or 2-bit fields from ggml's order to that of `kvexport.ops.packed.pack_fields`.
+    """Convert 1-bit or 2-bit fields from ggml's order to that of `kvexport.ops.packed.unpack_fields`.
 
     In ggml's order, 32 bytes hold the fields of 32 * 8 / bits inputs. The lowest `bits` bits of byte i belong to input
     i,
@@ -86,7 +86,7 @@ def _q4_1(blocks: Array) -> dict[str, Array]:
 
 
 def _fifth_bits(blocks: Array) -> Array:
-    """Repack fifth bits as `kvexport.ops.packed.pack_fields` does: bit 4 t + i becomes bit t of byte i."""
+    """Repack fifth bits for `kvexport.ops.packed.unpack_fields`: bit 4 t + i becomes bit t of byte i."""
     bits = blocks["high"].copy()
     for upper, lower in ((4, 1), (3, 0), (2, 1), (1, 0)):  # exchanges two binary digits of every bit's number
         mask = np.uint32(sum(1 << bit for bit in range(32) if bit >> lower & 1 and not bit >> upper & 1))

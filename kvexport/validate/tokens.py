@@ -107,22 +107,20 @@ def _text_ids(engine: Any) -> Ids | None:
 
 
 def schedule(
-    tokens: list[Ids], chunk: int, later: Sequence[int] | None = None, borders: Sequence[int] = ()
+    tokens: list[Ids], chunk: int, later: Sequence[int], borders: Sequence[int] = ()
 ) -> Iterator[tuple[list[Ids], bool]]:
     """Yield the calls of the decoder as (tokens of every sequence, whether they belong to a prompt).
 
     The first two thirds of every sequence, or more, are its prompt and come in chunks, which also end at the positions
     `borders`. Shorter sequences have no tokens left in the last calls.
     """
-    rest = max(len(t) for t in tokens) if later is None else sum(later)
-    split = [max(2 * len(t) // 3, len(t) - rest) for t in tokens]
-    widths = [1] * rest if later is None else later
+    split = [max(2 * len(t) // 3, len(t) - sum(later)) for t in tokens]
     start = 0
     while start < max(split):
         end = min([start + chunk, *(border for border in borders if border > start)])
         yield ([t[start : min(end, s)] if start < s else t[:0] for t, s in zip(tokens, split, strict=True)], True)
         start = end
-    for end, width in zip(accumulate(widths), widths, strict=True):
+    for end, width in zip(accumulate(later), later, strict=True):
         call = [t[s + end - width : s + end] for t, s in zip(tokens, split, strict=True)]
         if not any(map(len, call)):
             return

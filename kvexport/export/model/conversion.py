@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -152,20 +152,43 @@ def assembled_parameters(
     return result
 
 
-def _collected(
-    model: Any, tensors: Mapping[str, Stored], parameters: Mapping[str, Any]
-) -> dict[str, tuple[Any, dict[str, list[str]]]]:
+def renamed(model: Any, tensors: Iterable[str]) -> Iterator[tuple[str, str, tuple[Any, str] | None]]:
+    """Yield the tensors of a checkpoint with the names that transformers gives them.
+
+    If transformers assembles a parameter of the tensor, the name is the parameter's, and the last value is the
+    conversion rule and the pattern that the tensor matches; otherwise it is None.
+    """
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    parameters: Any = dict(model.named_parameters(remove_duplicate=False))
+    for tensor in tensors:
+        name, pattern = rename_source_key(tensor, renamings, converters, str(model.base_model_prefix), parameters)
+        yield tensor, name, None if pattern is None else (by_pattern[pattern], pattern)
+
+
+def parameter_sources(model: Any, tensors: Iterable[str]) -> dict[str, str]:
+    """Return the name of each parameter's tensor in the checkpoint, by transformers' renaming rules.
+
+    Tied parameters share a tensor. Parameters that transformers would assemble from several tensors (such as one tensor
+    for each expert) are left out.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    sources = {name: tensor for tensor, name, rule in renamed(model, tensors) if rule is None}
+    by_identity = {id(parameters[name]): tensor for name, tensor in sources.items() if name in parameters}
+    return {name: source for name, p in parameters.items() if (source := sources.get(name, by_identity.get(id(p))))}
+
+
+def _collected(
+    model: Any, tensors: Mapping[str, Stored], parameters: Mapping[str, Any]
+) -> dict[str, tuple[Any, dict[str, list[str]]]]:
     collected: dict[str, tuple[Any, dict[str, list[str]]]] = {}
-    for name in sorted(tensors, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, dict(parameters))
-        if pattern is None or target not in parameters:
-            continue
-        _, inputs = collected.setdefault(target, (deepcopy(by_pattern[pattern]), {}))
-        inputs.setdefault(pattern, []).append(name)
+    for tensor, target, converted in renamed(model, sorted(tensors, key=dot_natural_key)):
+        if converted is not None and target in parameters:
+            rule, pattern = converted
+            _, inputs = collected.setdefault(target, (deepcopy(rule), {}))
+            inputs.setdefault(pattern, []).append(tensor)
     return collected
 
 
@@ -280,19 +303,15 @@ def refuse_unexpected(model: Any, checkpoint: Checkpoint) -> list[str]:
     Returns:
         The names of tensors outside the decoder for which the model has no part, such as the head of a reward model.
     """
-    rules = get_model_conversion_mapping(model)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    parameters: Any = dict(model.named_parameters(remove_duplicate=False))
-    known = {*parameters, *dict(model.named_buffers()), *getattr(model, "unread_parameters", ())}
+    known = dict(model.named_parameters(remove_duplicate=False)).keys() | dict(model.named_buffers()).keys()
+    known |= set(getattr(model, "unread_parameters", ()))
     modules, head = dict(model.named_modules(remove_duplicate=False)), output_projection(model)
     whole, text = model.get_decoder(), model.config.get_text_config()
     decoder = next((name for name, module in modules.items() if module is whole), "") or str(model.base_model_prefix)
     ignored = re.compile("|".join([*_HARMLESS, *(model._keys_to_ignore_on_load_unexpected or ()), *_drafts(text)]))
     unexpected, outside = [], []
     tensors: dict[str, Stored] = {**checkpoint.tensors, **checkpoint.computed}
-    for tensor, stored in tensors.items():
-        name, _ = rename_source_key(tensor, renamings, converters, str(model.base_model_prefix), parameters)
+    for tensor, name, _ in renamed(model, tensors):
         if name in known or ignored.search(name) or ignored.search(tensor):
             continue
         parent, _, last = name.rpartition(".")
@@ -301,7 +320,7 @@ def refuse_unexpected(model: Any, checkpoint: Checkpoint) -> list[str]:
         inside = parent == decoder or parent.startswith(f"{decoder}.") or modules[parent] is head
         if not parent or not inside:
             outside.append(tensor)
-        elif not _without_effect(stored, last, quantized=bool(checkpoint.computed)):
+        elif not _without_effect(tensors[tensor], last, quantized=bool(checkpoint.computed)):
             unexpected.append(tensor)
     if unexpected:
         raise UsageError(

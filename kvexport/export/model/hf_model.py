@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -234,22 +231,3 @@ def length_notes(config: Any, max_length: int) -> list[str]:
 def is_composite(config: Any) -> bool:
     """Return whether a config describes more than a text decoder, such as an image encoder."""
     return config.get_text_config() is not config
-
-
-def parameter_sources(model: Any, tensors: Iterable[str]) -> dict[str, str]:
-    """Return the name of each parameter's tensor in the checkpoint, by transformers' renaming rules.
-
-    Tied parameters share a tensor. Parameters that transformers would assemble from several tensors (such as one tensor
-    for each expert) are left out.
-    """
-    rules = get_model_conversion_mapping(model)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    sources = {}
-    for tensor in tensors:
-        name, converted = rename_source_key(tensor, renamings, converters, model.base_model_prefix, parameters)
-        if converted is None:
-            sources[name] = tensor
-    by_identity = {id(parameters[name]): tensor for name, tensor in sources.items() if name in parameters}
-    return {name: source for name, p in parameters.items() if (source := sources.get(name, by_identity.get(id(p))))}

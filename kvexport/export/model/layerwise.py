@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from kvexport.errors import KvexportError, UsageError
 from kvexport.export.hooks.attention import IMPLEMENTATION, Attending, PassThroughCache, attending
 from kvexport.export.model.config import first_line_of, load_config
-from kvexport.export.model.hf_model import buffers_as_parameters, on_meta, parameter_sources
+from kvexport.export.model.conversion import parameter_sources
+from kvexport.export.model.hf_model import buffers_as_parameters, on_meta
 from kvexport.export.model.tensors import Checkpoint, dense_values
 from kvexport.quiet import quiet_exporter
 from kvexport.recipe.fields import Recipe

@@ -16,8 +16,14 @@ from kvexport.export.graph.tracer import initializer_names
 from kvexport.export.hooks.attention import output_projection
 from kvexport.export.hooks.experts import chosen_shares, expert_layouts
 from kvexport.export.hooks.latent import expansion_weights
-from kvexport.export.model.conversion import PLAIN, Assembled, assembled_parameters, refuse_unexpected, why_floats
-from kvexport.export.model.hf_model import parameter_sources
+from kvexport.export.model.conversion import (
+    PLAIN,
+    Assembled,
+    assembled_parameters,
+    parameter_sources,
+    refuse_unexpected,
+    why_floats,
+)
 from kvexport.export.model.tensors import Checkpoint, Dense, Source
 from kvexport.export.weights.computed import ComputedSpec
 from kvexport.export.weights.nbits import NBits, nbits_specs

@@ -14,8 +14,7 @@ Sources: llama.cpp's convert_hf_to_gguf.py, and transformers' integrations/gguf/
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
 from kvexport.export.model.gguf import GgufWeight
-from kvexport.export.model.tensors import Array, Dense, Source
+from kvexport.export.model.tensors import Array, Dense, FloatWeight, Source
 from kvexport.ops.packed import PackedFormat
 from kvexport.tensor_files.casting import load_tensor
 from kvexport.tensor_files.shards import TensorEntry
@@ -100,32 +99,30 @@ class Rearranged:
         return np.ascontiguousarray(whole.reshape(outputs, width))
 
 
-@dataclass(frozen=True)
-class Ordered:
-    name: str  # parameter
-    entry: TensorEntry  # tensor of the GGUF file
-    full_shape: tuple[int, ...]  # shape of the parameter
-    # For each index of the first dimension, its index in the file; empty if the order is the same
-    first: tuple[int, ...] = ()
-    logarithm: bool = False  # whether the parameter is the logarithm of minus the stored values
-    packing: None = None
+def ordered(
+    name: str, entry: TensorEntry, shape: tuple[int, ...], first: Sequence[int] = (), *, logarithm: bool = False
+) -> FloatWeight:
+    """Return a weight of another shape or order than the tensor of the GGUF file.
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return math.prod(self.full_shape[:-1]), self.full_shape[-1]
+    `first` has, for each index of the first dimension, its index in the file; empty: the order is the same. With
+    `logarithm` the weight is the logarithm of minus the stored values.
+    """
 
-    def blocks(self) -> Iterator[dict[str, Array]]:
-        values = load_tensor(self.entry, "float32").reshape(self.full_shape[0], -1)
-        if self.first:
-            values = values[list(self.first)]
-        if self.logarithm:
-            if not (values < 0).all():
-                raise UsageError(
-                    f"tensor {self.entry.name!r} of {self.entry.file} has values that are not below 0",
-                    f"download {self.entry.file.name} again",
-                )
-            values = np.log(-values)
-        yield {"weight": values.reshape(self.shape)}
+    def values() -> Array:
+        stored = load_tensor(entry, "float32").reshape(shape[0], -1)
+        if len(first):
+            stored = stored[list(first)]
+        if not logarithm:
+            return stored
+        if not (stored < 0).all():
+            raise UsageError(
+                f"tensor {entry.name!r} of {entry.file} has values that are not below 0",
+                f"download {entry.file.name} again",
+            )
+        logs: Array = np.log(-stored)
+        return logs
+
+    return FloatWeight(name, shape, values)
 
 
 def linear_attention_of(prefix: str, kind: str, heads: LinearHeads, entries: Entries) -> dict[str, Source]:
@@ -136,10 +133,10 @@ def linear_attention_of(prefix: str, kind: str, heads: LinearHeads, entries: Ent
     channel = np.concatenate([np.arange(heads.query_key_rows), heads.query_key_rows + value])
     channels, taps = entries["ssm_conv1d"].shape
     sources: list[Source] = [
-        Ordered(f"{prefix}.A_log", entries["ssm_a"], (heads.values,), _tuple(head), logarithm=True),
-        Ordered(f"{prefix}.dt_bias", entries["ssm_dt.bias"], (heads.values,), _tuple(head)),
-        Ordered(f"{prefix}.conv1d.weight", entries["ssm_conv1d"], (channels, 1, taps), _tuple(channel)),
-        Ordered(f"{prefix}.norm.weight", entries["ssm_norm"], (heads.value_size,)),
+        ordered(f"{prefix}.A_log", entries["ssm_a"], (heads.values,), _tuple(head), logarithm=True),
+        ordered(f"{prefix}.dt_bias", entries["ssm_dt.bias"], (heads.values,), _tuple(head)),
+        ordered(f"{prefix}.conv1d.weight", entries["ssm_conv1d"], (channels, 1, taps), _tuple(channel)),
+        ordered(f"{prefix}.norm.weight", entries["ssm_norm"], (heads.value_size,)),
     ]
     projected: dict[str, tuple[tuple[str, ...], Indices | tuple[()]]] = {
         "in_proj_qkvz": (("attn_qkv", "attn_gate"), heads.split()),

@@ -9,7 +9,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,13 @@ from kvexport.export.model.gguf_linear_attention import (
     PROJECTIONS,
     TENSORS,
     LinearHeads,
-    Ordered,
     Rearranged,
     linear_attention_of,
     matrix_of,
+    ordered,
 )
 from kvexport.export.model.gguf_tokenizer import SPECIAL_IDS, end_ids, write_json, write_tokenizer
-from kvexport.export.model.tensors import Array, Dense, PackedExperts, Source, dense_values
+from kvexport.export.model.tensors import Array, Dense, FloatWeight, PackedExperts, Source, dense_values
 from kvexport.tensor_files.casting import load_tensor, read_blocks
 from kvexport.tensor_files.shards import TensorEntry
 
@@ -131,17 +132,17 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
             count = math.prod(entry.shape)
             rows = entry.shape if entry.shape[-1] > 1 else (count,)  # Mamba has a number for each channel and state
             whole: tuple[int, ...] = (1, 1, count, 1) if "forget_gate" in own else rows  # Kimi Linear's
-            computed[name] = Ordered(name, entry, whole, logarithm=match[2] == "ssm_a")
+            computed[name] = ordered(name, entry, whole, logarithm=match[2] == "ssm_a")
         elif match[2] == "ssm_norm":
             plain[name] = replace(entry, shape=(math.prod(entry.shape),))
         elif architecture.transposed and match[1] and len(entry.shape) == 2:
-            computed[name] = Transposed(name, GgufWeight(entry))
+            computed[name] = _transposed(name, entry)
         elif len(entry.shape) == 2 and (heads or entry.dtype in LAYOUTS):
             computed[name] = GgufWeight(entry, heads)
         elif entry.dtype in LAYOUTS:
             raise UsageError(f"tensor {stored!r} of {gguf.file} is {entry.dtype} of shape {list(entry.shape)}")
         elif architecture.shifted and own.endswith("norm") and ending == "weight":
-            computed[name] = SmallTensor(name, (entry,), -1.0)
+            computed[name] = _joined_floats(name, [entry], plus=-1.0)
         elif own in ONE_ROW and len(entry.shape) == 1:
             plain[name] = replace(entry, shape=(1, *entry.shape))
         elif own in SQUEEZED and ending == "weight":
@@ -153,18 +154,18 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
     for name, halves in expansions.items():
         computed[name] = _expansion(name, halves)
     for name, parts_of in joined.items():
-        ordered = [parts_of[stored] for stored in architecture.names if stored in parts_of]
+        in_order = [parts_of[stored] for stored in architecture.names if stored in parts_of]
         if name.removesuffix(".weight").endswith(SQUEEZED):
-            squeezed = tuple(replace(x, shape=(math.prod(x.shape[:-1]), 1, x.shape[-1])) for x in ordered)
-            computed[name] = SmallTensor(name, squeezed, axis=0)
+            squeezed = [replace(x, shape=(math.prod(x.shape[:-1]), 1, x.shape[-1])) for x in in_order]
+            computed[name] = _joined_floats(name, squeezed, axis=0)
         else:
-            computed[name] = matrix_of(name, ordered)
+            computed[name] = matrix_of(name, in_order)
     for own, shape in architecture.numbers.items():
         listed: Any = gguf.metadata.get(own.replace("mlp.act_fn", "xielu"))
         for i, number in enumerate(listed if isinstance(listed, list) else ()):
             if type(number) is float:
                 name = f"{architecture.layers}.{i}.{own}"
-                computed[name] = Number(name, number, shape)
+                computed[name] = FloatWeight(name, shape, partial(np.full, shape, number, np.float32))
     for prefix, entries in linear.items():
         computed |= linear_attention_of(prefix, architecture.linear, _linear_heads(gguf, kind), entries)
     return plain, computed
@@ -205,82 +206,27 @@ def _rows(entry: TensorEntry, start: int, stop: int) -> TensorEntry:
     return replace(entry, shape=shape, offset=entry.offset + start * size, nbytes=nbytes)
 
 
-@dataclass(frozen=True)
-class SmallTensor:
-    name: str  # parameter
-    parts: tuple[TensorEntry, ...]  # tensors of the same shape except for the dimension `axis`, which are joined there
-    plus: float = 0.0  # number that is added to every value
-    axis: int = -1
-    packing: None = None
+def _joined_floats(name: str, parts: Sequence[TensorEntry], axis: int = -1, plus: float = 0.0) -> FloatWeight:
+    """Return tensors that are joined along a dimension, with the number `plus` added to every value."""
+    shape = list(parts[0].shape)
+    shape[axis] = sum(part.shape[axis] for part in parts)
 
-    @property
-    def full_shape(self) -> tuple[int, ...]:
-        shape = list(self.parts[0].shape)
-        shape[self.axis] = sum(part.shape[self.axis] for part in self.parts)
-        return tuple(shape)
+    def values() -> Array:
+        joined: Array = np.concatenate([load_tensor(part, "float32") for part in parts], axis) + np.float32(plus)
+        return joined
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return math.prod(self.full_shape[:-1]), self.full_shape[-1]
-
-    def blocks(self) -> Iterator[dict[str, Array]]:
-        whole = np.concatenate([load_tensor(part, "float32") for part in self.parts], self.axis)
-        yield {"weight": whole.reshape(self.shape) + np.float32(self.plus)}
+    return FloatWeight(name, tuple(shape), values)
 
 
-@dataclass(frozen=True)
-class Number:
-    name: str  # parameter
-    value: float
-    full_shape: tuple[int, ...]
-    packing: None = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return 1, 1
-
-    def blocks(self) -> Iterator[dict[str, Array]]:
-        yield {"weight": np.full(self.shape, self.value, np.float32)}
+def _transposed(name: str, entry: TensorEntry) -> FloatWeight:
+    return FloatWeight(name, entry.shape[::-1], lambda: np.ascontiguousarray(dense_values(GgufWeight(entry)).T))
 
 
-@dataclass(frozen=True)
-class Transposed:
-    name: str  # parameter
-    matrix: Source
-    packing: None = None
+def _expansion(name: str, halves: Mapping[str, TensorEntry]) -> FloatWeight:
+    """Return the matrix of latent attention that expands latent vectors to keys and values, head by head.
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.matrix.shape[1], self.matrix.shape[0]
-
-    def blocks(self) -> Iterator[dict[str, Array]]:
-        yield {"weight": np.ascontiguousarray(dense_values(self.matrix).T)}
-
-
-@dataclass(frozen=True)
-class Expansion:
-    """The matrix of latent attention that expands latent vectors to keys and values, head by head.
-
-    A GGUF file stores the matrix in two halves: `keys` [heads, latent, size] and `values` [heads, size, latent].
+    A GGUF file stores the matrix in two halves, of keys [heads, latent, size] and of values [heads, size, latent].
     """
-
-    name: str  # parameter
-    keys: TensorEntry
-    values: TensorEntry
-    packing: None = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        heads, latent, size = self.keys.shape
-        return heads * (size + self.values.shape[1]), latent
-
-    def blocks(self) -> Iterator[dict[str, Array]]:
-        for i in range(self.keys.shape[0]):
-            key, value = (dense_values(GgufWeight(_expert(entry, i))) for entry in (self.keys, self.values))
-            yield {"weight": np.concatenate([key.T, value])}
-
-
-def _expansion(name: str, halves: Mapping[str, TensorEntry]) -> Expansion:
     keys, values = (halves.get(half) for half in (KEY_EXPANSION, VALUE_EXPANSION))
     fits = keys and values and len(keys.shape) == len(values.shape) == 3
     if not keys or not values or not fits or keys.shape[:2] != (values.shape[0], values.shape[2]):
@@ -289,7 +235,17 @@ def _expansion(name: str, halves: Mapping[str, TensorEntry]) -> Expansion:
             f"the file has no fitting {KEY_EXPANSION} and {VALUE_EXPANSION} for '{name}', of which it has {held}",
             "download the file again",
         )
-    return Expansion(name, keys, values)
+    heads, latent, size = keys.shape
+    stacked = keys, values
+
+    def expansion() -> Array:
+        parts = []
+        for i in range(heads):
+            key, value = (dense_values(GgufWeight(_expert(entry, i))) for entry in stacked)
+            parts += [key.T, value]
+        return np.concatenate(parts)
+
+    return FloatWeight(name, (heads * (size + values.shape[1]), latent), expansion)
 
 
 def _by_head(name: str, entry: TensorEntry, heads: Any) -> Source:
@@ -299,7 +255,7 @@ def _by_head(name: str, entry: TensorEntry, heads: Any) -> Source:
         raise _no_heads(entry, heads)
     order = tuple(np.arange(rows).reshape(3, heads, -1).swapaxes(0, 1).reshape(-1).tolist())
     if len(entry.shape) == 1:
-        return Ordered(name, entry, (rows,), order)
+        return ordered(name, entry, (rows,), order)
     return Rearranged(name, (GgufWeight(entry),), order)
 
 
@@ -336,8 +292,8 @@ def experts_of(prefix: str, stored: Mapping[tuple[str, str], TensorEntry]) -> di
     if present:
         if len(present) < len(biases):
             raise UsageError(f"the experts '{prefix}' have {len(present)} of {len(biases)} biases", "download it again")
-        sources[f"{prefix}.{GATE_UP}_bias"] = SmallTensor(f"{prefix}.{GATE_UP}_bias", tuple(present[:2]))
-        sources[f"{prefix}.{DOWN}_bias"] = SmallTensor(f"{prefix}.{DOWN}_bias", (present[2],))
+        sources[f"{prefix}.{GATE_UP}_bias"] = _joined_floats(f"{prefix}.{GATE_UP}_bias", present[:2])
+        sources[f"{prefix}.{DOWN}_bias"] = _joined_floats(f"{prefix}.{DOWN}_bias", present[2:])
     return sources
 
 

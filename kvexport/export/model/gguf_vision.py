@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from kvexport.export.model.gguf import FLOATS, Gguf, GgufWeight, read_gguf
 from kvexport.export.model.gguf_architectures import shortest
 from kvexport.export.model.gguf_model import TEXTS_VERSION, check_layers, tensors_of, write_texts
 from kvexport.export.model.gguf_tokenizer import write_json
-from kvexport.export.model.tensors import Array, Dense, Source, dense_values
+from kvexport.export.model.tensors import Array, Dense, FloatWeight, Source, dense_values
 from kvexport.tensor_files.casting import load_tensor
 from kvexport.tensor_files.shards import TensorEntry
 
@@ -230,22 +230,14 @@ _PROJECTORS = {
 """The projectors, by llama.cpp's name."""
 
 
-@dataclass(frozen=True)
-class _Joined:
-    name: str  # parameter
-    parts: tuple[TensorEntry | Source, ...]
-    full_shape: tuple[int, ...]
-    stacked: bool  # whether the parts become the third axis: the frames of a patch; else their rows follow one another
-    packing: None = None
+def _joined(name: str, parts: Sequence[TensorEntry | Source], shape: tuple[int, ...], *, stacked: bool) -> FloatWeight:
+    """Join weights by rows, or with `stacked` along a third axis, the frames of a patch."""
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return math.prod(self.full_shape[:-1]), self.full_shape[-1]
+    def values() -> Array:
+        floats = [load_tensor(x, "float32") if isinstance(x, TensorEntry) else dense_values(x) for x in parts]
+        return np.stack(floats, 2) if stacked else np.concatenate(floats)
 
-    def blocks(self) -> Iterator[dict[str, Array]]:
-        values = [load_tensor(x, "float32") if isinstance(x, TensorEntry) else dense_values(x) for x in self.parts]
-        whole = np.stack(values, 2) if self.stacked else np.concatenate(values)
-        yield {"weight": whole.reshape(self.shape)}
+    return FloatWeight(name, shape, values)
 
 
 def with_encoder(text: Gguf, file: Path) -> tuple[Path, dict[str, TensorEntry], dict[str, Source], str]:
@@ -312,7 +304,7 @@ def _encoder_tensors(gguf: Gguf, projector: _Projector) -> dict[str, TensorEntry
                 f"download {gguf.file.name} again",
             )
         shape = (rows, *rest[:1], 2, *rest[1:]) if ".1" in own else (sum(part.shape[0] for part in ordered), *rest)
-        whole[name] = ordered[0] if len(ordered) == 1 else _Joined(name, ordered, shape, ".1" in own)
+        whole[name] = ordered[0] if len(ordered) == 1 else _joined(name, ordered, shape, stacked=".1" in own)
     return whole
 
 

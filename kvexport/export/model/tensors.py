@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -92,6 +93,24 @@ class ModelShape(NamedTuple):
     mode: Any  # mode of these fake tensors
     geometry: list[LayerGeometry]  # attention of every layer
     plan: CachePlan  # caches of the layers
+
+
+@dataclass(frozen=True)
+class FloatWeight:
+    """A weight of floats that the function `values` computes from tensors of the checkpoint."""
+
+    name: str  # parameter of the model
+    full_shape: tuple[int, ...]
+    values: Callable[[], Array] = field(compare=False, repr=False)
+    packing: None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        inputs = self.full_shape[-1] if self.full_shape else 1
+        return math.prod(self.full_shape[:-1]), inputs
+
+    def blocks(self) -> Iterator[dict[str, Array]]:
+        yield {"weight": self.values().reshape(self.shape)}
 
 
 @dataclass(frozen=True)

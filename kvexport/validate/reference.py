@@ -15,18 +15,17 @@ from torch import Tensor, nn
 
 from kvexport.export.graph.graphs import merge_attributes
 from kvexport.export.graph.layers import layer_list
-from kvexport.export.graph.tracer import OFFSET, layer_attributes, used_slots
+from kvexport.export.graph.tracer import OFFSET, CachedAttention, layer_attributes, used_slots
 from kvexport.export.hooks.attention import IMPLEMENTATION, ImageRows, TokenLogits, attending, output_projection
-from kvexport.export.hooks.key_shift import shifted
 from kvexport.export.hooks.recurrence import RecurrentCache, recurring
 from kvexport.export.model.hf_model import fix_rotary_frequencies
 from kvexport.export.model.tensors import Checkpoint
 from kvexport.export.vision import features_of, patches_as_products
 from kvexport.methods.base import Method
-from kvexport.ops.layer_state import ImageLanes, layer_merge_cache, layer_read_attention, layer_vote_attention
+from kvexport.ops.layer_state import ImageLanes, layer_merge_cache, layer_vote_attention
 from kvexport.plan.cache import CachePlan, LayerGeometry, resized
 from kvexport.quiet import quiet_exporter
-from kvexport.schema.state import STATE, STATE_NAMES, scales_of
+from kvexport.schema.state import STATE, STATE_NAMES
 from kvexport.validate.float64 import as_ever, in_float64
 from kvexport.validate.slots import slots_for
 from kvexport.validate.weights import load_model
@@ -36,40 +35,18 @@ State = tuple[Tensor, ...]  # the state tensors of one cache, in the order of `L
 VOTES = STATE_NAMES.index("votes")
 
 
-class _Eager:
-    def __init__(
-        self,
-        method: Method,
-        plan: CachePlan,
-        geometry: list[LayerGeometry],
-        position: Tensor,
-        query_length: Tensor,
-        past: Mapping[int, State],
-        capacity: Mapping[int, tuple[int, ...]],
-        images: ImageLanes | None,
-    ) -> None:
-        self.method, self.plan, self.geometry, self.past, self.capacity = method, plan, geometry, past, capacity
-        self.position, self.query_length, self.images = position, query_length, images
-        self.present: dict[int, list[Tensor]] = {}
+class _Eager(CachedAttention):
+    def __init__(self, past: list[State], *options: Any) -> None:
+        super().__init__(*options)
+        self.past = past
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        sinks = options.get("s_aux")
-        reads = options["reads"]
-        cache = self.plan.cache_of(options["layer"] if reads is None else reads)
-        plan = self.plan.caches[cache]
-        attributes = layer_attributes(self.method, self.geometry[cache], plan.value_prefix)
-        named: Any = {"attributes": attributes, "capacity": self.capacity[cache]}
-        if reads is None:
-            past = self.past[cache]
-            key = shifted(module, key, plan.key_shift)
-            own, extra = past[: len(STATE)], past[len(STATE) :]
-            inputs: Any = (query, key, value, self.position, self.query_length, *own, sinks, *extra)
-            output, *self.present[cache] = layer_vote_attention(*inputs, **named)
-        state = self.present[cache][: len(STATE) + len(scales_of(plan.dtype))]
-        reading = (query, self.position, self.query_length, state, sinks)
-        if reads is not None:
-            output = layer_read_attention(*reading, **named)
-        return output if self.images is None else self.images.attend(output, *reading, **named)
+    def append(self, cache: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        own, extra = self.past[cache][: len(STATE)], self.past[cache][len(STATE) :]
+        inputs: Any = (query, key, value, self.position, self.query_length, *own, sinks, *extra)
+        named: Any = {"attributes": self.attributes[cache], "capacity": self.capacity[cache]}
+        output: Tensor
+        output, *self.present[cache] = layer_vote_attention(*inputs, **named)
+        return output
 
 
 class TorchReference:
@@ -84,7 +61,11 @@ class TorchReference:
         recipe: Any,
         row_size: int = 0,  # numbers of a row of an image; 0 for a model that reads no images
     ) -> None:
-        self.plan, self.geometry, self.method = plan, geometry, method
+        self.plan, self.method = plan, method
+        self._attributes = [
+            layer_attributes(method, layer, cache.value_prefix)
+            for layer, cache in zip(geometry, plan.caches, strict=True)
+        ]
         self._last_logits = recipe.export.logits == "last"
         with quiet_exporter():
             self.model = load_model(checkpoint, recipe, IMPLEMENTATION)
@@ -128,8 +109,8 @@ class TorchReference:
         )
         position = past_length + torch.arange(ids.shape[1])
         caches = enumerate(self.plan.caches)
-        capacity = {i: slots_for(feed[STATE[VOTES].past(i)], cache, ids.shape[1]) for i, cache in caches}
-        past = {i: self._used(feed, i, slots) for i, slots in capacity.items()}
+        capacity = [slots_for(feed[STATE[VOTES].past(i)], cache, ids.shape[1]) for i, cache in caches]
+        past = [self._used(feed, i, slots) for i, slots in enumerate(capacity)]
         rotated_by = position
         if self.plan.cache_positions:
             rotated_by = used_slots(past[0][VOTES], self.plan.caches[0].kv_heads) + torch.arange(ids.shape[1])
@@ -137,7 +118,7 @@ class TorchReference:
         if "image_lanes" in feed:
             lanes, places = (torch.from_numpy(feed[name]) for name in ("image_lanes", "image_places"))
             images = ImageLanes.of(lanes, places, position)
-        eager = _Eager(self.method, self.plan, self.geometry, position, query_length, past, capacity, images)
+        eager = _Eager(past, self.plan, self._attributes, position, query_length, images, capacity)
         names = {(x.layer, tensor.name): (x.place, tensor) for x in self.plan.states for tensor in x.state}
         recurrent = {
             place: torch.from_numpy(np.array(feed[tensor.past(name)])) for place, (name, tensor) in names.items()

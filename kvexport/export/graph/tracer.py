@@ -89,41 +89,53 @@ def _placeholder(inputs: tuple[tuple[str, bool], ...], outputs: tuple[str, ...])
     return getattr(torch.ops.kvexport, name.partition("::")[2]).default
 
 
-class _Tracing:
-    """The attention of a traced decoder: a VoteAttention placeholder for each KV cache, which returns the new state."""
+class CachedAttention:
+    """The attention of a decoder's layers: a layer appends to its KV cache, or reads that of another layer.
+
+    `append` of a subclass is VoteAttention, which puts a cache's new state into `present`.
+    """
 
     def __init__(
         self,
-        operator: Operator,
         plan: CachePlan,
         attributes: Sequence[VoteAttentionAttributes],
         position: Tensor,
         query_length: Tensor,
-        past: dict[int, dict[str, Tensor]],
         images: ImageLanes | None,
+        capacity: Sequence[Sequence[int]],
     ) -> None:
-        self.plan, self.attributes, self.images = plan, attributes, images
-        self.operator, self.placeholder = operator, _attention_placeholder(operator)
-        self.position, self.query_length, self.past = position, query_length, past
+        self.plan, self.attributes, self.images, self.capacity = plan, attributes, images, capacity
+        self.position, self.query_length = position, query_length
         self.present: dict[int, list[Tensor]] = {}
+
+    def append(self, cache: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        raise NotImplementedError
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         reads, sinks = options["reads"], options.get("s_aux")
-        layer = self.plan.cache_of(options["layer"] if reads is None else reads)
+        cache = self.plan.cache_of(options["layer"] if reads is None else reads)
+        plan = self.plan.caches[cache]
         output = None
         if reads is None:
-            output = self._append(layer, query, shifted(module, key, self.plan.caches[layer].key_shift), value, sinks)
+            output = self.append(cache, query, shifted(module, key, plan.key_shift), value, sinks)
         if output is not None and self.images is None:
             return output
-        plan = self.plan.caches[layer]
-        state = self.present[layer][: len(STATE) + len(scales_of(plan.dtype))]
+        state = self.present[cache][: len(STATE) + len(scales_of(plan.dtype))]
         reading = (query, self.position, self.query_length, state, sinks)
-        named: Any = {"attributes": self.attributes[layer], "capacity": plan.capacity}
+        named: Any = {"attributes": self.attributes[cache], "capacity": self.capacity[cache]}
         if output is None:
             output = layer_read_attention(*reading, **named)
         return output if self.images is None else self.images.attend(output, *reading, **named)
 
-    def _append(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+
+class _Tracing(CachedAttention):
+    """The attention of a traced decoder: a VoteAttention placeholder for each KV cache, which returns the new state."""
+
+    def __init__(self, operator: Operator, past: dict[int, dict[str, Tensor]], *options: Any) -> None:
+        super().__init__(*options)
+        self.operator, self.placeholder, self.past = operator, _attention_placeholder(operator), past
+
+    def append(self, cache: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         inputs = {
             "query": query,
             "key": key,
@@ -131,11 +143,11 @@ class _Tracing:
             "position": self.position,
             "query_length": self.query_length,
             "sink_logits": None if sinks is None else sinks.float(),
-            **self.past[layer],
+            **self.past[cache],
         }
         output: Tensor
-        output, *self.present[layer] = self.placeholder(
-            *(inputs[name] for name in self.operator.input_names), layer=layer
+        output, *self.present[cache] = self.placeholder(
+            *(inputs[name] for name in self.operator.input_names), layer=cache
         )
         return output
 
@@ -197,7 +209,9 @@ class _Decoder(nn.Module):
             # No caller brings more tokens than there is room for. The minimum makes this value depend on the votes, so
             # that the graph reads the votes before it overwrites them.
             fitting = torch.minimum(query_length, first.capacity[0] - used)
-        tracing = _Tracing(self.operator, self.plan, self.attributes, position, fitting, state, images)
+        capacity = [cache.capacity for cache in self.plan.caches]
+        cached = (self.plan, self.attributes, position, fitting, images, capacity)
+        tracing = _Tracing(self.operator, state, *cached)
         self.token_logits.query_length = query_length if self.last_logits else None
         with attending(tracing, position), recurring(self.model, states), complex_as_pairs():
             logits = self.model(input_ids=input_ids, position_ids=rotated_by, **states.as_arguments(self.model)).logits

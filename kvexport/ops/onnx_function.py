@@ -24,7 +24,6 @@ from torch.export import Dim
 from kvexport.files import json_digest
 from kvexport.methods.base import Method
 from kvexport.ops.merge_cache import MergeCacheAttributes, merge_cache
-from kvexport.ops.names import name_by_operators
 from kvexport.ops.to_onnx import OPSET, optimize, to_onnx
 from kvexport.ops.translations import TRANSLATIONS
 from kvexport.ops.vote_attention import VoteAttentionAttributes, vote_attention
@@ -290,7 +289,6 @@ def _trace(
 
     model = to_onnx(Operator(), arguments, (tuple(shapes),), TRANSLATIONS)
     optimize(model)
-    name_by_operators(model.graph)
     return ir.to_proto(model).graph
 
 

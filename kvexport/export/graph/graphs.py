@@ -13,7 +13,6 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from kvexport.export.graph.experts import finish_experts, is_experts_weight
-from kvexport.export.graph.names import name_nodes
 from kvexport.export.passes import ENCODER_PASSES
 from kvexport.export.passes.forms import linear_functions
 from kvexport.export.passes.library import inlined, put_products
@@ -81,7 +80,6 @@ def finish_decoder(
     renamed = put_packed(model, matrices, lambda a, b: locations[a] == locations[b], library=library)
     _put_weights(model.graph, locations, renamed, folder)
     run_passes(model, passes)
-    name_nodes(model.graph)
     products = put_products(model) if library else linear_functions(model.graph)
     proto = ir.to_proto(model)
     used: dict[tuple[str, str], onnx.FunctionProto] = {}
@@ -103,7 +101,6 @@ def finish_encoder(model: ir.Model, locations: Mapping[str, Location], folder: P
     """Turn a traced image encoder into the ONNX graph vision.onnx, whose weights are external data."""
     _put_weights(model.graph, locations, {}, folder)
     run_passes(model, ENCODER_PASSES)
-    name_nodes(model.graph)
     products = linear_functions(model.graph)
     return _finish(ir.to_proto(model), products)
 

@@ -39,7 +39,7 @@ class Merging(Method):
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """The attention statistics of a slot: the selector's rank slots, this method's last one weights merges."""
+        """The statistics of a slot: those by which the selector ranks slots, and last the weight in a merge."""
         if self.selector == "own":
             return self.own_statistics
         return (*SELECTORS[self.selector]().statistics, self.own_statistics[-1])

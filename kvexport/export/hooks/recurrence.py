@@ -426,8 +426,8 @@ def _mlstm(
     The memory C and the sum n of keys decay by sigmoid(f), and a token adds exp(i) k v and exp(i) k. The output is
     q C / max(|q n|, 1). The state [B, H, dk, dv + 1] has n as another column of C: that of a value of ones.
 
-    The model divides C and n by exp(m), with m = max(log sigmoid(f) + m, i). m [B, H, 1] is in a convolution state,
-    which has the latest token's.
+    The model divides C and n by exp(m), with m = max(log sigmoid(f) + m, i). As a convolution's state does, the state
+    of m [B, H, 1] holds the value of the latest token alone.
     """
     batch, heads, tokens, key_size = query.shape
     cache.get_recurrent_state(layer)
@@ -470,7 +470,7 @@ def _placeholder(
     update_rule: str,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Call the placeholder of a LinearAttention node; `kvexport.ops.linear_attention` defines the operator."""
+    """Call the custom operator of PyTorch that the exporter writes as a node LinearAttention into the ONNX graph."""
     key, value = rows[1:]
     length = cache.query_length
     if length is None:  # in a probe

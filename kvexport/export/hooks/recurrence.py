@@ -177,6 +177,7 @@ def recurring(model: Any, cache: RecurrentCache) -> Iterator[None]:
     own = [(module, name, vars(module)[name]) for module in modules for name in FUNCTIONS if name in vars(module)]
     # Methods of modules, by the modules and the methods' names
     methods: dict[tuple[nn.Module, str], Callable[..., Any]] = {}
+    chunk_size = getattr(model.config, "max_inference_chunksize", None)
     for name, module in model.named_modules():
         if hasattr(module, "time_shift"):  # RWKV
             number = int(not hasattr(module, "time_first"))
@@ -201,6 +202,8 @@ def recurring(model: Any, cache: RecurrentCache) -> Iterator[None]:
             setattr(module, name, function)
         for module, name in methods:
             delattr(module, name)
+        if chunk_size is not None:
+            model.config.max_inference_chunksize = chunk_size
 
 
 def _delta_rule(

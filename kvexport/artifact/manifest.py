@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shlex
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import Field, TypeAdapter, ValidationError
 
 from kvexport.artifact.digests import built_again
+from kvexport.backends.sections import without_former_keys
 from kvexport.errors import ArtifactError
 from kvexport.images.tiles import ImageSpec
 from kvexport.plan.cache import CachePlan, LayerCache
@@ -27,11 +27,6 @@ from kvexport.recipe.load import name_of
 from kvexport.schema.state import CONTRACT_VERSION, SMALL, scales_of, types_of
 
 HEADS = ("capacity", "budget", "recent")  # fields of a cache with a number for each KV head
-FORMER_KEYS = (
-    ("cache", "periodic"),
-    ("backend", "tensorrt", "version_compatible"),
-    ("backend", "tensorrt", "hardware_compatible"),
-)
 Count = Annotated[int, Field(ge=1, le=MOST)]
 T = TypeVar("T")
 
@@ -137,8 +132,9 @@ class Manifest:
 def parse_manifest(root: Path, raw: Mapping[str, Any]) -> Manifest:
     data = dict(raw)
     if isinstance(recipe := data.get("recipe"), dict):
-        recipe = _without_former_keys(recipe)
         data |= {"recipe": {key: value for key, value in recipe.items() if key != "name"}, "name": recipe.get("name")}
+        if "backend" in recipe:
+            data["recipe"]["backend"] = without_former_keys(recipe["backend"])
     if "cache" in data:
         recurrent = data.pop("recurrent", {})
         data["cache"] = {
@@ -161,18 +157,6 @@ def parse_manifest(root: Path, raw: Mapping[str, Any]) -> Manifest:
         raise unusable(root, "adapters", f"has {len(manifest.adapters)} projections, unlike its recipe")
     _check_limits(root, manifest)
     return manifest
-
-
-def _without_former_keys(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe of a manifest without the keys that earlier versions of kvexport wrote and nothing reads now."""
-    kept = copy.deepcopy(recipe)
-    for *sections, key in FORMER_KEYS:
-        section: Any = kept
-        for name in sections:
-            section = section.get(name) if isinstance(section, dict) else None
-        if isinstance(section, dict):
-            section.pop(key, None)
-    return kept
 
 
 def _check_limits(root: Path, manifest: Manifest) -> None:

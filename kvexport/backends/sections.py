@@ -5,6 +5,7 @@ Every recipe needs these keys, so this module imports no backend, and only pydan
 
 from __future__ import annotations
 
+import copy
 import importlib
 import pkgutil
 from collections.abc import Mapping
@@ -50,6 +51,16 @@ def backend_section() -> type[RecipeSection]:
     bases: Any = (*reversed(sections.values()), Named)  # pydantic takes the fields of the last base first
     text = "The backend that runs the ONNX graphs, and its settings."
     return cast("type[RecipeSection]", create_model("BackendSection", __base__=bases, __doc__=text))
+
+
+def without_former_keys(section: Any) -> Any:
+    """Return a manifest's section `backend:` without the keys that earlier versions wrote and nothing reads now."""
+    kept = copy.deepcopy(section)
+    for name in names():
+        for owner, key in getattr(_module(name), "FORMER_KEYS", ()):
+            if isinstance(kept, dict) and isinstance(kept.get(owner), dict):
+                kept[owner].pop(key, None)
+    return kept
 
 
 def on_gpu(values: Mapping[str, Any]) -> bool:

@@ -61,6 +61,12 @@ def test_writing_and_reading_give_the_same_values(tiny_artifact: Path, raw: dict
     assert written == {key: value for key, value in raw.items() if key not in (*UNREAD, "files")}
 
 
+def test_keys_that_earlier_versions_wrote_are_passed_over(tmp_path: Path, raw: dict[str, Any]) -> None:
+    changed = copied(raw)
+    changed["recipe"]["backend"]["tensorrt"] |= {"version_compatible": False, "hardware_compatible": "none"}
+    parse_manifest(tmp_path, changed)
+
+
 @pytest.mark.parametrize("name", ["max_length", "max_batch", "prefill_chunk", "merge_every"])
 def test_limits_are_those_of_the_recipe(tmp_path: Path, raw: dict[str, Any], name: str) -> None:
     changed = {**raw, "limits": {**raw["limits"], name: raw["limits"][name] * 8}}

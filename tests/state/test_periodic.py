@@ -73,9 +73,7 @@ def selected_of(lanes: Lanes) -> tuple[PeriodicState, Any]:
 
 def view_of(lanes: Lanes) -> Any:
     """Return views [KV heads, slots, ...] of the full cache's tensors of the first lane."""
-    view = lanes.view(0)
-    assert view is not None
-    return by_heads(lanes._plan, view)
+    return by_heads(lanes._plan, lanes.state.view(0))
 
 
 def held(own: Any, layer: int = 0, head: int = 0) -> list[int]:

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from kvexport.recipe.fields import Recipe
 
 
+# Keys that manifests of earlier builds have: (section of `backend:`, key)
+FORMER_KEYS = (("tensorrt", "version_compatible"), ("tensorrt", "hardware_compatible"))
+
+
 class TensorRTSection(RecipeSection):
     """Schema of the recipe keys `backend.tensorrt`, which say how TensorRT engines are built."""
 

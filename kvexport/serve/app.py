@@ -28,7 +28,7 @@ from kvexport.serve.service import IGNORED, Service
 from kvexport.serve.session_routes import delete_session, get_session, put_session
 from kvexport.serve.sessions import ENDS, RESTARTED
 from kvexport.serve.settings import ServeSettings
-from kvexport.serve.stats import measure, stats
+from kvexport.serve.stats import measure
 from kvexport.serve.streams import ClientGone
 from kvexport.serve.tokens import detokenize, tokenize
 from kvexport.version import __version__
@@ -179,7 +179,6 @@ def _model(service: Service, name: str) -> dict[str, object]:
 
 
 ROUTES: list[tuple[str, str, Handler]] = [
-    ("GET", "/stats", stats),
     ("GET", "/health", health),
     ("GET", "/ready", ready),
     ("GET", "/metrics", metrics),

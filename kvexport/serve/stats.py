@@ -1,39 +1,11 @@
-"""The present occupancy of batch lanes and KV caches, for the server's chat page, /metrics and /stats."""
+"""The present occupancy of batch lanes, KV caches, prefixes and sessions, for /metrics."""
 
 from __future__ import annotations
-
-import time
-from typing import Any
-
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
 from kvexport.engine.engine import Engine
 from kvexport.engine.lanes import Lanes
 from kvexport.plan.planner import state_bytes
 from kvexport.serve.service import Service
-
-
-async def stats(service: Service, _: Request) -> Response:
-    worker = service.worker
-    seen = await worker.call(lambda: lanes_now(service.engine, service.lanes))
-    plan = service.engine.plan
-    return JSONResponse(
-        {
-            "model": service.model,
-            "chat": service.engine.chat_template is not None,
-            "images": service.engine.manifest.images is not None,
-            "time": time.time(),
-            "max_length": service.engine.max_length,
-            "generated_tokens": worker.generated,
-            "sessions": service.sessions.known,
-            "merges": service.lanes.merges,
-            "waiting": max(0, worker.pending - sum(lane["state"] != "idle" for lane in seen)),
-            "state_bytes": state_bytes(service.engine.manifest.recipe, plan, service.lanes.count),
-            "full_cache_bytes_per_token": sum(layer.slot_bytes() for layer in plan.caches),
-            "lanes": seen,
-        }
-    )
 
 
 def measure(service: Service) -> None:
@@ -68,20 +40,6 @@ def measure(service: Service) -> None:
     metrics.gauge("kvexport:session_bytes", "Bytes of the sessions in memory.", lambda: sessions.memory_bytes)
     metrics.gauge("kvexport:session_disk_bytes", "Bytes of the session files.", lambda: sessions.disk_bytes)
     metrics.counter("kvexport:merges", "Merges, which bring a lane's cache back to its budget.", lambda: lanes.merges)
-
-
-def lanes_now(engine: Engine, lanes: Lanes) -> list[dict[str, Any]]:
-    holders = {request.lane: request for request in engine.running()}
-    entries = []
-    for lane in range(lanes.count):
-        request = holders.get(lane)
-        entry: dict[str, Any] = {"state": request.state.value if request else "idle", "tokens": lanes.length[lane]}
-        entry["slots"] = lanes.occupied(lane)
-        if request is not None:
-            entry |= {"prompt": len(request.ids), "read": request.done, "generated": len(request.tokens)}
-            entry["request"] = request.id  # the header X-Request-Number of its answer
-        entries.append(entry)
-    return entries
 
 
 def tokens_per_slot(engine: Engine, lanes: Lanes) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import os
@@ -19,7 +18,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kvexport.engine.async_engine import AsyncEngine
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.export.build import build
@@ -411,17 +409,6 @@ def test_batches_change_no_answer(server: Running, engine: Engine) -> None:
     for thread in threads:
         thread.join()
     assert found == right
-
-
-def test_the_async_engine_takes_images(engine: Engine) -> None:
-    async def work() -> list[Any]:
-        async with AsyncEngine(engine.with_options(engine.options)) as client:
-            answers = [client.agenerate("a<image>b", images=[image], max_new_tokens=4) for image in (ONE, TWO)]
-            streamed = [token.id async for token in client.astream("a<image>b", images=[ONE], max_new_tokens=4)]
-            return [*[answer.token_ids for answer in await asyncio.gather(*answers)], streamed]
-
-    right = [x.token_ids for x in engine.generate(["a<image>b"] * 2, images=[[ONE], [TWO]], max_new_tokens=4)]
-    assert asyncio.run(work()) == [*right, right[0]]
 
 
 def test_large_images_hold_up_no_other_stream(server: Running) -> None:

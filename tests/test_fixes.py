@@ -69,7 +69,7 @@ NOT_RUN: dict[str, dict[str, int]] = {
         "evaluate/corpus.py": 1,
     },
     "it takes the hub or another server on the network": {
-        "commands/cached.py": 1, "export/model/hub.py": 5, "export/model/wheel.py": 2,
+        "export/model/hub.py": 5, "export/model/wheel.py": 2,
     },
     "it takes a full disk, a limit of memory or files, or a folder of another user": {
         "artifact/publish.py": 7, "artifact/reading.py": 1, "calibrate/measured.py": 2, "commands/cached.py": 1,

@@ -62,7 +62,7 @@ def test_heads_of_another_name_are_found_without_the_model(tmp_path: Path, monke
     checkpoint = str(save_checkpoint(tmp_path / "gpt2", config))
     assert "num_attention_heads" not in json.loads(Path(checkpoint, "config.json").read_text())
     monkeypatch.setattr("kvexport.export.build.read_model", lambda *_, **__: pytest.fail("the model was read"))
-    assert models._without_cache(model_recipe(checkpoint), checkpoint, None, ()) is None
+    assert models._without_cache(model_recipe(checkpoint), checkpoint, ()) is None
 
 
 def test_a_model_without_attention_has_the_method_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

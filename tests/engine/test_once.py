@@ -146,8 +146,8 @@ def test_cached_prefixes_are_uncompressed_and_change_no_answer(engine: Engine) -
 def test_tokens_inside_a_prompt_are_not_judged_where_nothing_has_merged_yet(engine: Engine) -> None:
     ids = models.random_ids(7, PROMPT)[0].tolist()
     with pytest.raises(UsageError, match="merge_prompts is end, and the task evaluates tokens inside a prompt"):
-        counted_logits(engine, [Sample(ids, PROMPT, [10, 20], {})])
-    rows = counted_logits(engine, [Sample(ids, PROMPT - 2, [PROMPT - 3, PROMPT - 2], {})])
+        counted_logits(engine, [Sample(ids, PROMPT, [10, 20])])
+    rows = counted_logits(engine, [Sample(ids, PROMPT - 2, [PROMPT - 3, PROMPT - 2])])
     assert rows[0].shape == (2, models.SIZES["vocab_size"])
 
 

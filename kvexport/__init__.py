@@ -23,7 +23,6 @@ _silence_dependencies()  # before any dependency can be imported
 if _TYPE_CHECKING:
     from typing import Any
 
-    from kvexport.engine.async_engine import AsyncEngine
     from kvexport.engine.completion import Completion
     from kvexport.engine.engine import Engine
     from kvexport.engine.options import EngineOptions
@@ -37,7 +36,6 @@ if _TYPE_CHECKING:
 
 __all__ = [
     "LLM",
-    "AsyncEngine",
     "Completion",
     "Engine",
     "EngineOptions",
@@ -54,7 +52,6 @@ __all__ = [
 
 _HOMES = {
     "LLM": "kvexport.models",
-    "AsyncEngine": "kvexport.engine.async_engine",
     "Completion": "kvexport.engine.completion",
     "Engine": "kvexport.engine.engine",
     "EngineOptions": "kvexport.engine.options",

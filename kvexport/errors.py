@@ -61,7 +61,7 @@ class DeadlineError(KvexportError):
 
 
 class EngineEndedError(KvexportError):
-    """The error for a call of an `AsyncEngine` after its thread has ended, so that it can run no request."""
+    """The error for a call of the server's engine after its thread has ended, so that it can run no request."""
 
 
 _TOO_MANY = os.strerror(errno.EMFILE)  # libraries put it into errors of their own types

@@ -90,23 +90,14 @@ def _nodes(root: Path) -> list[frozenset[int]]:
 
 
 def _granted(root: Path) -> float | None:
-    quotas = []
+    limits = []
     for line in read_system_file(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        group = Path(path.lstrip("/"))
-        for folder in (top / group, *(top / parent for parent in group.parents)):
-            if controllers:
-                quotas.append([read_system_file(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")])
-            else:
-                quotas.append(read_system_file(folder / "cpu.max").split())
-    limits = [
-        int(quota[0]) / int(quota[1])
-        for quota in quotas
-        if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit() and int(quota[1])
-    ]
+        if line.startswith("0::/"):  # version 2 of control groups
+            group = Path(line.removeprefix("0::/"))
+            for folder in (group, *group.parents):
+                quota = read_system_file(root / "sys/fs/cgroup" / folder / "cpu.max").split()
+                if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit() and int(quota[1]):
+                    limits.append(int(quota[0]) / int(quota[1]))
     return min(limits, default=None)
 
 

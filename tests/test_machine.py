@@ -21,8 +21,6 @@ INTEL = {
 ARM = PLAIN | {f"{CPU}{n}/cpu_capacity": f"{1024 if n == 7 else 900 if n > 3 else 350}\n" for n in range(8)}
 NODES = PLAIN | {f"sys/devices/system/node/node{n}/cpulist": f"{4 * n}-{4 * n + 3}\n" for n in range(2)}
 V2 = {"proc/self/cgroup": "0::/jobs/one\n"}
-V1 = {"proc/self/cgroup": "7:cpu,cpuacct:/jobs\n0::/\n"}
-OLD = "sys/fs/cgroup/cpu/jobs/cpu.cfs_"
 
 
 @pytest.mark.parametrize(
@@ -45,8 +43,6 @@ OLD = "sys/fs/cgroup/cpu/jobs/cpu.cfs_"
         (PLAIN | V2 | {"sys/fs/cgroup/cpu.max": "300000 100000\n"}, range(8), 3, "the time of 3 cores"),
         (PLAIN | V2 | {"sys/fs/cgroup/jobs/one/cpu.max": "900000 100000\n"}, range(8), 8, ""),
         (PLAIN | V2 | {"sys/fs/cgroup/jobs/one/cpu.max": "nonsense\n"}, range(8), 8, ""),
-        (PLAIN | V1 | {f"{OLD}quota_us": "150000\n", f"{OLD}period_us": "100000\n"}, range(8), 1, "1.5 cores"),
-        (PLAIN | V1 | {f"{OLD}quota_us": "-1\n", f"{OLD}period_us": "100000\n"}, range(8), 8, ""),
     ],
 )
 def test_threads_suit_the_processor_and_the_container(

@@ -40,6 +40,7 @@ from kvexport.export.build import build
 from kvexport.language.settings import GenerationSettings
 from kvexport.state.sessions import SessionStore
 from tests.support import models
+from tests.support.answers import stopped
 from tests.support.hybrids import CONFIGS
 
 TYPES = ("qwen3_5_text", "qwen3_next", "lfm2", "bamba", "granitemoehybrid", "falcon_h1")
@@ -148,11 +149,12 @@ def session(model: Model) -> dict[str, int]:
     engine = model.engine()
     (prompt,) = models.random_ids(4, model.length // 3)
     first = model.request(prompt)
-    number = engine.add(first)
+    first.keep = True
+    engine.add(first)
     while len(first.ids) + len(first.tokens) < model.length // 2:
         engine.step()
     store = model.sessions()
-    store.put("half", engine.preempt(number))
+    store.put("half", stopped(engine, first))
     store.close()
     second = Request((), start=model.sessions().get("half"), processors=[model.noise])
     return model.compare(run(model.engine(), second))

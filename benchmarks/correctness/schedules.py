@@ -2,7 +2,7 @@
 
     python benchmarks/correctness/schedules.py [--schedules 1000] [--steps 60]
 
-Requests join, leave, are cancelled, preempted, saved, restored and forked, have next turns and deadlines. No lane may
+Requests join, leave, are cancelled, saved, restored and forked, have next turns and deadlines. No lane may
 leak, and memory must stay flat. Memory is the process's resident set after every tenth of the schedules; in the first
 tenth it still grows once.
 """

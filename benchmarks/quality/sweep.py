@@ -1,4 +1,4 @@
-"""KL and accuracy of every method and setting, one setting at a time, at equal bytes on the deployed engine.
+"""KL of every method and setting, one setting at a time, at equal bytes on the deployed engine.
 
     python benchmarks/quality/sweep.py [--recipe tiny-base] [--groups decay,order] [--budgets 1/8,1/4] [--samples 24]
         [--length 512]
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="tiny-base")
     parser.add_argument("--groups", default=",".join(GROUPS))
     parser.add_argument("--budgets", default="1/8,1/4")
-    parser.add_argument("--tasks", default="text,multikey")
+    parser.add_argument("--tasks", default="text,decoded")
     parser.add_argument("--samples", type=int, default=24)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument(

@@ -16,6 +16,7 @@ vision-language models will give other figures.
 from __future__ import annotations
 
 import json
+import math
 import random
 import tempfile
 import time
@@ -33,11 +34,12 @@ from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 import kvexport
 from benchmarks.common import earlier, options_of, save
 from kvexport.engine.lanes import Lanes
-from kvexport.evaluate.statistics import mean, share
+from kvexport.evaluate.statistics import Estimate, mean
 from kvexport.images.rows import call_images, places_of
 from kvexport.recipe.fields import Recipe
 from kvexport.validate.divergence import kl
 
+Z = 1.959964  # the normal quantile of 97.5 %
 NAME = "vision-merge"
 LONGEST = 256
 SIDE, CELL, PATCH = 48, 16, 8  # pixels
@@ -58,6 +60,18 @@ class Passage(NamedTuple):
     image: Image.Image
     words: list[str]
     questions: list[tuple[str, str, str]]  # two words, and the word that answers them
+
+
+def share(hits: int, count: int) -> Estimate:
+    """Return the fraction `hits` / `count` with Wilson's score interval (Wilson 1927), which is never of width 0."""
+    if not 0 <= hits <= count or not count:
+        raise ValueError(f"{hits} hits of {count}")
+    p, z2 = hits / count, Z * Z
+    centre = p + z2 / (2 * count)
+    half = Z * math.sqrt(p * (1 - p) / count + z2 / (4 * count * count))
+    # Rounding must not move an end past the share itself.
+    low, high = (centre - half) / (1 + z2 / count), (centre + half) / (1 + z2 / count)
+    return Estimate(p, min(max(low, 0.0), p), max(min(high, 1.0), p), count)
 
 
 def passage(kind: str, rng: random.Random) -> Passage:

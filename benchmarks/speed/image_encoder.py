@@ -7,20 +7,20 @@ SmolVLM-256M (SigLIP base, one tile of 512 pixels in patches of 16) and that of 
 kvexport's engine and transformers in float32 encode the same new image in turn. Wall seconds and processor seconds are
 medians of the rounds, and ratios are medians of the ratios of one round, because other programs may use the machine.
 Memory is the largest resident memory of a process that encodes its second image, less that before the model is loaded:
-weights, decoder and activations. Gaps are the longest waits between two tokens of another request of an `AsyncEngine`:
-while an image is encoded, while its prompt is read, and in as long a time without an image. Results go to
+weights, decoder and activations. Gaps are the longest waits between two tokens of another thread's request of the same
+engine: while an image is encoded, while its prompt is read, and in as long a time without an image. Results go to
 benchmarks/results/image-encoder.json.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import re
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +33,6 @@ from PIL import Image
 
 import kvexport
 from benchmarks.common import ROOT, SHAPES, WORK, earlier, interleave, options_of, ratio, save
-from kvexport.engine.async_engine import AsyncEngine
 from kvexport.export.vision import features_of, prepare, read_processor
 from kvexport.recipe.fields import Recipe
 from tests.support import vision
@@ -144,31 +143,36 @@ def measure_seconds(name: str, artifact: Path, rounds: int) -> dict[str, Any]:
     }
 
 
-async def measure_gaps(name: str, artifact: Path) -> dict[str, Any]:
+def measure_gaps(name: str, artifact: Path) -> dict[str, Any]:
     """Return the longest waits of a request for its next token, around an image of another request."""
     engine, times = kvexport.load(artifact, threads=THREADS), list[float]()
     marker = engine.require_images().marker
     engine.encode_with_images(marker, [picture(SIDES[name], 0)])
 
-    async def decode(serving: AsyncEngine) -> None:
-        async for _ in serving.astream([5, 6, 7], max_new_tokens=4000, ignore_eos=True):
+    ends = threading.Event()
+
+    def decode() -> None:
+        for _ in engine.stream([5, 6, 7], max_new_tokens=4000, ignore_eos=True):
             times.append(time.perf_counter())
+            if ends.is_set():
+                break
 
     def longest(start: float, end: float) -> float:
         inside = [start, *(at for at in times if start < at < end), end]
         return max(b - a for a, b in itertools.pairwise(inside))
 
-    async with AsyncEngine(engine) as serving:
-        other = asyncio.create_task(decode(serving))
-        await asyncio.sleep(WAIT)
-        start = time.perf_counter()
-        encoded = await asyncio.to_thread(engine.encode_with_images, marker, [picture(SIDES[name], 1)])
-        end = time.perf_counter()
-        await serving.agenerate(marker, images=[picture(SIDES[name], 1)], max_new_tokens=1)  # encoded already
-        read = time.perf_counter()
-        await asyncio.sleep(end - start)
-        still = time.perf_counter()
-        other.cancel()
+    other = threading.Thread(target=decode)
+    other.start()
+    time.sleep(WAIT)
+    start = time.perf_counter()
+    encoded = engine.encode_with_images(marker, [picture(SIDES[name], 1)])
+    end = time.perf_counter()
+    engine.generate(marker, images=[picture(SIDES[name], 1)], max_new_tokens=1)  # encoded already
+    read = time.perf_counter()
+    time.sleep(end - start)
+    still = time.perf_counter()
+    ends.set()
+    other.join()
     return {
         "encoding_seconds": end - start,
         "image_tokens": len(encoded[0]),
@@ -200,7 +204,7 @@ def main() -> None:
             command = [sys.executable, __file__, "--memory", name, side, "--work", str(options.work.absolute())]
             ran = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
             memory[side] = json.loads(ran.stdout.splitlines()[-1])
-        gaps = [asyncio.run(measure_gaps(name, artifact)) for _ in range(min(2, options.rounds))]
+        gaps = [measure_gaps(name, artifact) for _ in range(min(2, options.rounds))]
         seconds = measure_seconds(name, artifact, options.rounds)
         results[name] = {"rounds": options.rounds, **seconds, "megabytes": memory, "gaps": gaps}
         print(name, json.dumps(results[name], indent=1))

@@ -6,13 +6,14 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
 
 from kvexport.errors import UsageError
 from kvexport.evaluate.corpus import manual
-from kvexport.evaluate.language import Ids, Language, Words, language_of, question_and_answer
+from kvexport.evaluate.language import Ids, Language, Words, language_of
 from kvexport.evaluate.tasks import Sample
 from kvexport.language.tokenizer import FILE_NAME, Tokenizer
 
@@ -85,6 +86,16 @@ def passage_ids(
     for fact in facts:
         statements.insert(int(rng.integers(0, len(statements) + 1)), fact)
     return encode(" ".join(statements) + "\n\n")
+
+
+def question_and_answer(encode: Callable[[str], Ids], question: str, answer: str) -> tuple[Ids, Ids]:
+    """Return the token ids of a question and of its answer.
+
+    The answer begins with the first token that differs from those of the question alone.
+    """
+    whole = encode(f"{question} {answer}")
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(encode(question), whole, strict=False)))
+    return whole[:same], whole[same:]
 
 
 def asked_and_answered(passage: Ids, questions: Sequence[tuple[Ids, Ids]]) -> Sample:

@@ -17,7 +17,7 @@ from kvexport.calibrate.measured import Measured, budgets_of, measure
 from kvexport.calibrate.texts import LENGTH, read_kinds, tokenized
 from kvexport.errors import UsageError
 from kvexport.evaluate.language import Words
-from kvexport.evaluate.tasks import TASKS, Sample
+from kvexport.evaluate.tasks import Sample, text
 from kvexport.plan.budgets import least_slots
 from kvexport.recipe.fields import Recipe
 from kvexport.recipe.load import load_recipe
@@ -120,7 +120,7 @@ def samples_of(checkpoint: Path, length: int, texts: Path | None = None) -> dict
     samples: dict[str, Sample] = {}
     if texts is None and isinstance(language, Words):  # the tiny checkpoint knows the words of its own language alone
         for i in range(PASSAGES):
-            samples[f"text/{i}"] = TASKS["text"].make(language, np.random.default_rng([0, i]), length, 0.5)
+            samples[f"text/{i}"] = text(language, np.random.default_rng([0, i]), length)
     else:
         for kind, ids in tokenized(checkpoint, read_kinds(texts), length).items():
             samples[kind] = Sample(ids, len(ids) // 2, list(range(len(ids) // 2, len(ids) - 1)))

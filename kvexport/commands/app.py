@@ -13,7 +13,7 @@ import typer
 
 from kvexport.commands.bench import bench
 from kvexport.commands.build import build
-from kvexport.commands.cached import list_cached, pull, remove
+from kvexport.commands.cached import list_cached, remove
 from kvexport.commands.calibrate import calibrate
 from kvexport.commands.chat import chat
 from kvexport.commands.docs import docs
@@ -35,7 +35,6 @@ app = typer.Typer(cls=Verbs, no_args_is_help=True, pretty_exceptions_enable=Fals
 for verb in (build, generate, chat, serve, bench, plan, inspect, validate):
     app.command(cls=Command)(verb)
 app.command("eval", cls=Command)(evaluate)
-app.command(cls=Command)(pull)
 app.command("list", cls=Command)(list_cached)
 app.command("rm", cls=Command)(remove)
 app.command(cls=Command)(calibrate)

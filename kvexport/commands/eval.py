@@ -21,10 +21,8 @@ def evaluate(
     budgets: Annotated[
         str, typer.Option(metavar="1/8,64", help="The budgets, as shares of the length or as slots.")
     ] = "1/8,1/4,1/2",
-    tasks: Annotated[
-        str | None, typer.Option(metavar="A,B", help="The tasks. [default: all: needle, ..., decoded]")
-    ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="The samples per task and length.")] = 40,
+    tasks: Annotated[str | None, typer.Option(metavar="A,B", help="The tasks. [default: text,decoded]")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="The samples per task.")] = 40,
     length: Annotated[
         int | None,
         typer.Option(min=16, max=2**31 - 1, help="The tokens of a prompt. [default: half of limits.max_length]"),
@@ -37,7 +35,7 @@ def evaluate(
     ruler: Annotated[Path | None, typer.Option(metavar="DIR", help="The folder of RULER's prepared tasks.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare methods at equal bytes: recall, perplexity and distance to the full cache."""
+    """Compare methods at equal bytes: perplexity, distance to the full cache, and RULER."""
     from kvexport.packages import require
 
     require("eval")

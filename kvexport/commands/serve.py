@@ -157,7 +157,7 @@ def serve(
     backend: BackendOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Serve a model or an artifact over HTTP: OpenAI's and Anthropic's routes under /v1, and a chat page at /.
+    """Serve a model or an artifact over HTTP: OpenAI's and Anthropic's routes under /v1.
 
     The server first prints on stderr how much memory it may take, and prints its address on stdout when it is ready.
     After SIGTERM or an interrupt, running requests may end. `kvexport docs tasks/serve` describes routes, limits,
@@ -202,7 +202,7 @@ def serve(
 
     def ready() -> None:
         print(url, flush=True)
-        say(f"ready: OpenAI's API at {url}/v1, Anthropic's at {url}, a chat page at {url}/")
+        say(f"ready: OpenAI's API at {url}/v1, Anthropic's at {url}")
 
     engine = load(
         source,

@@ -82,7 +82,6 @@ class EngineCore:
         self._forks = Forks(self._scheduler, self._pool)
         self._calls = ModelCalls(self._pool, self._forks, limits.prefill_chunk, self.max_length)
         self._turns = Turns()
-        self._early: list[Request] = []  # requests that got a token between two steps; the next step returns them
         self._closed = False
         if self._periodic:  # allocates the full cache of periodic selection now
             self._pool.make(1, others=False)
@@ -145,8 +144,8 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        """Whether a request waits or runs, or has a token that the next step will return."""
-        return self._scheduler.busy or bool(self._early)
+        """Whether a request waits or runs."""
+        return self._scheduler.busy
 
     # ---- requests ----
 
@@ -179,43 +178,18 @@ class EngineCore:
             self._take_out(request, "cancelled")
             return True
 
-    def preempt(self, request_id: int) -> Snapshot:
-        """End a request that waits or runs, and return its state as a snapshot.
-
-        `Request((), start=snapshot)` continues the answer, with the tokens that the preempted request would have got.
-        On a GPU the request may get one more token before it ends.
-        """
-        with self._turns:
-            if self._calls.ahead is not None:
-                self._early += self._catch_up()
-            request = self._requests.get(request_id)
-            if request is None:
-                raise UsageError(f"there is no request {request_id} that has not finished", "one that waits or runs")
-            if request.places[request.done :].any():
-                raise UsageError(
-                    f"request {request_id} has images that are not read yet, which no snapshot holds",
-                    "preempt it after its prompt was read, or cancel it",
-                )
-            request.keep = True
-            self._take_out(request, "preempted")
-            assert request.snapshot is not None
-            return request.snapshot
-
     def step(self) -> list[Request]:
         """Run one engine step: read one prompt chunk, and decode one token of every request whose prompt is read."""
         with self._turns:
             self._require_open()
-            if self._calls.ahead is not None and not self._goes_on():
-                self._early += self._catch_up()
+            # A call that ran ahead gives its tokens before lanes begin, move or are saved.
+            early = [] if self._calls.ahead is None or self._goes_on() else self._catch_up()
             work = self._schedule()
             try:
                 advanced = self._run(work)
             finally:
                 self._finish(work)
-            if not (self._early or work.expired):
-                return advanced
-            every, self._early = [*self._early, *work.expired, *advanced], []
-            return list({request.id: request for request in every}.values())
+            return list({request.id: request for request in (*early, *work.expired, *advanced)}.values())
 
     # ---- the parts of a step ----
 

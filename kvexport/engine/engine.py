@@ -31,7 +31,7 @@ from kvexport.errors import UsageError
 from kvexport.images.decode import ImageInput
 from kvexport.images.rows import PromptImages, encode_images, with_images
 from kvexport.images.tiles import ImageSpec
-from kvexport.language.answer import AnswerPlan, plan_answer
+from kvexport.language.answer import plan_answer
 from kvexport.language.chat import PIN_FIELD, ChatTemplate, Message, images_of_messages, read_chat_template
 from kvexport.language.forms import response_form
 from kvexport.language.pins import refuse_beside_images, render_pinned
@@ -419,23 +419,6 @@ class Engine(EngineCore):
         Raises:
             UsageError: The artifact has no chat template, or messages, tools or settings cannot be used.
         """
-        ids, images, generation, plan, pins = self._prepare_chat(
-            messages, settings, tools=tools, tool_choice=tool_choice, response_format=response_format, **overrides
-        )
-        tokens = self.stream_encoded([(ids, images)], generation, adapter, logits_processor, pins=[pins])
-        return tokens if stream else collect([len(ids)], tokens)[0].split(plan)
-
-    def _prepare_chat(
-        self,
-        messages: Sequence[Message],
-        settings: GenerationSettings | None,
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        tool_choice: str | Mapping[str, Any] | None = None,
-        response_format: Mapping[str, Any] | None = None,
-        **overrides: Any,
-    ) -> tuple[list[int], PromptImages | None, GenerationSettings, AnswerPlan, Ranges]:
-        """Return a conversation's token ids, images, settings, answer parsers, and ranges of never-evicted tokens."""
         generation = settings or self.settings(**overrides)
         form = response_form(response_format)
         if form is not None and generation.grammar is not None:
@@ -450,4 +433,7 @@ class Engine(EngineCore):
         grammar = form or generation.grammar
         plan = plan_answer(self.chat_template, self.tokenizer, ids, allowed, must, grammar, reasons=bool(tools))
         shown = (*generation.shown_ids, *plan.shown_ids)
-        return [*ids, *plan.prefix], images, replace(generation, grammar=plan.grammar, shown_ids=shown), plan, pins
+        generation = replace(generation, grammar=plan.grammar, shown_ids=shown)
+        ids += plan.prefix
+        tokens = self.stream_encoded([(ids, images)], generation, adapter, logits_processor, pins=[pins])
+        return tokens if stream else collect([len(ids)], tokens)[0].split(plan)

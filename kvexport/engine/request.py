@@ -32,7 +32,7 @@ Prompt = str | Sequence[int] | Ids
 Ranges = Sequence[tuple[int, int]]
 Pin = int | Ranges
 Processors = LogitsProcessor | Sequence[LogitsProcessor] | None
-FinishReason = Literal["stop", "length", "cancelled", "preempted", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 class State(Enum):

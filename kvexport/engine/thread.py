@@ -23,7 +23,7 @@ class EngineThread:
         self,
         engine: EngineCore,
         advanced: Callable[[Sequence[Request]], None],
-        failed: Callable[[BaseException], None],
+        failed: Callable[[], None],
     ) -> None:
         self.engine = engine
         self._advanced, self._failed = advanced, failed
@@ -51,8 +51,8 @@ class EngineThread:
         self._ending = True
         self._calls.put((lambda: None, Future()))
 
-    def join(self, timeout: float | None = None) -> None:
-        self._thread.join(timeout)
+    def join(self) -> None:
+        self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -60,11 +60,11 @@ class EngineThread:
                 self._make_calls()
                 if self.engine.busy and not self._ending:
                     self._step()
-        except BaseException as error:
+        except BaseException:
             log.critical("the engine's thread has failed: the engine answers nothing any more", exc_info=True)
             self._dead = True
             self._refuse_calls()
-            self._failed(error)
+            self._failed()
             return
         self._dead = True
         self._refuse_calls()

@@ -1,1 +1,1 @@
-"""`kvexport eval`: quality of compressed KV caches at equal memory, on generated tasks such as recall and text."""
+"""`kvexport eval`: quality of compressed KV caches at equal memory, on texts and on RULER."""

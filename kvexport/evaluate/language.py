@@ -1,14 +1,11 @@
-"""The wording of evaluation tasks: facts, questions and filler text as token ids of a model's tokenizer.
+"""The texts of evaluation tasks, as token ids of a model's tokenizer.
 
-`Text` writes comment lines between lines of source code or of another text, and works with every text tokenizer.
-`Words` writes the language of the tiny checkpoint, a small model that is trained for tests. Tasks call the methods for
-statements and questions, and never use a tokenizer themselves.
+`Text` takes lines of source code or of another text, and works with every text tokenizer. `Words` writes stories in the
+language of the tiny checkpoint, a small model that is trained for tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import takewhile
 from typing import Protocol
 
 import numpy as np
@@ -22,27 +19,9 @@ Ids = list[int]
 
 
 class Language(Protocol):
-    """Interface of a wording of evaluation tasks: statements, questions and filler text as token ids.
+    """Interface of the texts of evaluation tasks."""
 
-    An answer directly follows its question, without a space or line break between the two.
-    """
-
-    names: tuple[str, ...]  # distinct words that a fact can be about
-    things: tuple[str, ...]  # distinct words that a fact can assign to a name
     start: Ids  # the beginning of a sequence
-
-    def fact(self, name: str, thing: str) -> Ids: ...
-
-    def ask(self, kind: str, name: str, answer: str) -> tuple[Ids, Ids]:
-        """Return a question about a name, and its answer.
-
-        With kind "one" the name has one thing. With "mostly" it has several, and the most frequent one is the answer.
-        """
-        ...
-
-    def filler(self, rng: np.random.Generator, count: int) -> list[Ids]:
-        """Return sentences or lines without facts, in order, that have exactly `count` tokens in all."""
-        ...
 
     def text(self, rng: np.random.Generator, count: int) -> tuple[Ids, list[int]]:
         """Return a text of `count` tokens, its start token included, and the positions of evaluated predictions.
@@ -53,15 +32,9 @@ class Language(Protocol):
 
 
 class Words:
-    """The wording of evaluation tasks for the tiny checkpoint: facts are `NAME THING .` and questions are `? NAME`."""
+    """Stories in the language of the tiny checkpoint."""
 
     names, things, start = tiny.NAMES, tiny.THINGS, [tiny.BOS]
-
-    def fact(self, name: str, thing: str) -> Ids:
-        return [tiny.IDS[name], tiny.IDS[thing], tiny.STOP]
-
-    def ask(self, kind: str, name: str, answer: str) -> tuple[Ids, Ids]:
-        return [tiny.ASK, tiny.IDS[name]], [tiny.IDS[answer]]
 
     def filler(self, rng: np.random.Generator, count: int) -> list[Ids]:
         return tiny.filler_sentences(rng, count)
@@ -72,25 +45,11 @@ class Words:
         return ids, [i - 1 for i, label in enumerate(labels) if label not in (tiny.IGNORE, tiny.EOS)]
 
 
-def question_and_answer(encode: Callable[[str], Ids], question: str, answer: str) -> tuple[Ids, Ids]:
-    """Return the token ids of a question and of its answer.
-
-    The answer begins with the first token that differs from those of the question alone.
-    """
-    whole = encode(f"{question} {answer}")
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(encode(question), whole, strict=False)))
-    return whole[:same], whole[same:]
-
-
-_ASKED = {"one": "# {}", "mostly": "# mostly {}"}
-
-
 class Text:
-    """The wording of evaluation tasks for text models: facts are comments `# NAME THING` between lines of source."""
+    """Lines of source code, or of another text."""
 
     def __init__(self, tokenizer: Tokenizer, source: str | None = None) -> None:
         self._tokenizer = tokenizer
-        self.names, self.things = tiny.NAMES, tiny.THINGS
         self.start = tokenizer.encode("")
         text = "\n".join(library_sources(held_out=True).values()) if source is None else source
         self._lines = text.splitlines()
@@ -111,35 +70,18 @@ class Text:
             else self._tokenizer.encode(text, add_special_tokens=False)
         )
 
-    def fact(self, name: str, thing: str) -> Ids:
-        return self._continue(f"# {name} {thing}\n")
-
-    def ask(self, kind: str, name: str, answer: str) -> tuple[Ids, Ids]:
-        return question_and_answer(self._continue, _ASKED[kind].format(name), answer)
-
-    def filler(self, rng: np.random.Generator, count: int) -> list[Ids]:
-        """Return consecutive lines of the source text from a random line on, as token ids.
-
-        The last line may be cut to fit the number of tokens.
-        """
-        lines: list[Ids] = []
-        end = self._continue("\n")
-        place = int(rng.integers(len(self._lines)))
-        while count > 0:
-            line = self._line(place)
-            if len(line) > count:
-                line = [*line[: max(0, count - len(end))], *end][:count]
-            lines.append(line)
-            count -= len(line)
-            place += 1
-        return lines
-
     def text(self, rng: np.random.Generator, count: int) -> tuple[Ids, list[int]]:
         """Return consecutive lines of the source text as token ids, and all positions in the second half of the text.
 
-        Only the second half is evaluated, because by then even a cache for half of the text is full.
+        The last line may be cut to fit the number of tokens. Only the second half is evaluated, because by then even a
+        cache for half of the text is full.
         """
-        ids = [*self.start, *(token for line in self.filler(rng, count - len(self.start)) for token in line)]
+        ids, end = [*self.start], self._continue("\n")
+        place = int(rng.integers(len(self._lines)))
+        while (left := count - len(ids)) > 0:
+            line = self._line(place)
+            ids += line if len(line) <= left else [*line[: max(0, left - len(end))], *end][:left]
+            place += 1
         return ids, list(range(count // 2, count - 1))
 
     def _line(self, number: int) -> Ids:

@@ -20,7 +20,6 @@ BLOCK = 16  # rows of logits compared at once: 6 MB in float64 for a vocabulary 
 
 @dataclass(frozen=True)
 class Outcome:
-    right: bool  # whether every evaluated token was the most likely one
     nll: float  # mean -ln p of the evaluated tokens, in nats
     kl: NDArray[np.float64]  # KL(full || engine) at every evaluated position, in nats; empty without a reference
     # Whether the most likely token equals the full cache's, by position; empty without a reference
@@ -39,7 +38,7 @@ def counted_rows(engine: Engine, samples: Sequence[Sample]) -> Iterator[tuple[in
         min(s.counted, default=s.prompt) < s.prompt - 1 for s in samples
     ):
         problem = "cache.merge_prompts is end, and the task evaluates tokens inside a prompt, before any merge"
-        raise UsageError(problem, "--tasks decoded, or another whose answers follow the prompt")
+        raise UsageError(problem, "--tasks decoded")
 
     def append(chunks: list[NDArray[np.int64]], unread: list[int] | None) -> Iterator[tuple[int, int, Rows]]:
         prefill = unread is not None
@@ -75,23 +74,21 @@ class Judge:
         self._truth = np.array([sample.ids[p + 1] for p in sample.counted])
         self._against = against
         count = len(self._truth)
-        self._nll, self._hits = np.zeros(count), np.zeros(count, bool)
+        self._nll = np.zeros(count)
         compared = 0 if against is None else count
         self._kl, self._agrees = np.zeros(compared), np.zeros(compared, bool)
 
     def take(self, first: int, logs: Logs) -> None:
         rows = np.arange(first, first + len(logs))
-        truth, best = self._truth[rows], logs.argmax(-1)
-        self._nll[rows] = -logs[np.arange(len(rows)), truth]
-        self._hits[rows] = best == truth
+        self._nll[rows] = -logs[np.arange(len(rows)), self._truth[rows]]
         if self._against is not None:
             reference = self._against(first, len(rows))
             # Rounding makes the KL of equal rows about -1e-16.
             self._kl[rows] = np.maximum((np.exp(reference) * (reference - logs)).sum(-1), 0.0)
-            self._agrees[rows] = best == reference.argmax(-1)
+            self._agrees[rows] = logs.argmax(-1) == reference.argmax(-1)
 
     def outcome(self) -> Outcome:
-        return Outcome(bool(self._hits.all()), float(self._nll.mean()), self._kl, self._agrees)
+        return Outcome(float(self._nll.mean()), self._kl, self._agrees)
 
 
 def run_samples(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from kvexport.evaluate.measure import Outcome
-from kvexport.evaluate.statistics import Estimate, mean, share
+from kvexport.evaluate.statistics import Estimate, mean
 from kvexport.evaluate.suites import Item
-from kvexport.evaluate.tasks import TASKS, Sample
+from kvexport.evaluate.tasks import TASKS
 
 KL, ACCURACY = "kl", "accuracy"
 
@@ -23,7 +22,7 @@ class Options:
     methods: tuple[str, ...] = ()
     budgets: tuple[float, ...] = (0.125, 0.25, 0.5)  # shares of `length`, or numbers of slots
     tasks: tuple[str, ...] = tuple(TASKS)
-    samples: int = 40  # number of samples for each task and length
+    samples: int = 40  # number of samples for each task
     # Tokens of a prompt; None for half of the recipe's limits.max_length, or for all of it with benchmark suites
     length: int | None = None
     seed: int = 0
@@ -33,27 +32,15 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """How many evaluation samples of one prompt length and one depth (place of the fact in the prompt) were right."""
-
-    length: int
-    depth: float
-    right: int
-    samples: int
-
-
-@dataclass(frozen=True)
 class Score:
     task: str
-    # Share of samples whose whole answer is right (for a suite, the suite's score from 0 to 1); None for text
-    accuracy: Estimate | None = None
+    accuracy: Estimate | None = None  # mean score of a suite, from 0 to 1; None for text
     nll: Estimate | None = None  # mean -ln p of evaluated tokens, in nats per token; None if not measured
     # KL(full || setting) in nats per position: the mean over samples, and the 99th percentile over positions
     kl: Estimate | None = None
     kl_99: float | None = None
     agreement: float | None = None  # share of positions whose most likely token equals the full cache's
-    cells: tuple[Cell, ...] = ()
-    # "accuracy" (1 for right), "nll" and "kl" of every sample, in an order that all settings share
+    # "accuracy", "nll" and "kl" of every sample, in an order that all settings share
     samples: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
 
@@ -96,21 +83,9 @@ def named(result: Result) -> str:
     return result.label if result.budget is None else f"{result.label}, {result.slots} slots"
 
 
-def score_of(task: str, samples: Sequence[Sample], outcomes: Sequence[Outcome], compared: bool) -> Score:
+def score_of(task: str, outcomes: Sequence[Outcome], compared: bool) -> Score:
     every: dict[str, tuple[float, ...]] = {"nll": tuple(o.nll for o in outcomes)}
     score = Score(task, nll=mean(every["nll"]), samples=every)
-    if TASKS[task].exact:
-        every[ACCURACY] = tuple(float(o.right) for o in outcomes)
-        keys = [(int(s.cell["length"]), s.cell.get("depth", math.nan)) for s in samples]
-        answers: dict[tuple[int, float], list[bool]] = {}
-        for key, outcome in zip(keys, outcomes, strict=True):
-            answers.setdefault(key, []).append(outcome.right)
-        cells = (
-            tuple(Cell(*key, sum(hits), len(hits)) for key, hits in sorted(answers.items()))
-            if TASKS[task].depths != (0.5,)
-            else ()
-        )
-        score = replace(score, accuracy=share(sum(o.right for o in outcomes), len(outcomes)), cells=cells)
     if not compared:
         return score
     every[KL] = tuple(float(o.kl.mean()) for o in outcomes)

@@ -19,7 +19,7 @@ from kvexport.evaluate.result import ACCURACY, Evaluation, Options, Result, Scor
 from kvexport.evaluate.settings import FULL, Setting, equal_bytes, load_setting
 from kvexport.evaluate.statistics import mean
 from kvexport.evaluate.suites import run_items
-from kvexport.evaluate.tasks import TASKS, Sample
+from kvexport.evaluate.tasks import TASKS, make_samples
 from kvexport.language.tokenizer import FILE_NAME, Tokenizer
 from kvexport.plan.planner import plan_cache
 from kvexport.recipe.fields import Recipe
@@ -70,9 +70,11 @@ class Run:
         checkpoint: Path = shape.checkpoint.path
         tokenizer = Tokenizer.from_folder(checkpoint) if (checkpoint / FILE_NAME).exists() else None
         self.language = language_of(tokenizer, options.source)
-        self.samples = self._samples()
-        longest = max([len(s.ids) for samples in self.samples.values() for s in samples], default=0)
-        longest = max(longest, limit if options.suites else 0, self.length)
+        self.samples = {
+            task: make_samples(task, self.language, options.samples, self.length, options.seed)
+            for task in options.tasks
+        }
+        longest = max(limit if options.suites else 0, self.length)
         # Recipe settings that every engine of this run shares
         self.common = [
             *overrides,
@@ -88,16 +90,6 @@ class Run:
         self._vocabulary = int(config.vocab_size)
         self._shared: dict[str, SharedWeights] = {}
         self._seconds: list[float] = []  # seconds of each setting measured in this run
-
-    def _samples(self) -> dict[str, list[Sample]]:
-        samples = {}
-        for name in self.options.tasks:
-            try:
-                samples[name] = TASKS[name].samples(self.language, self.options.samples, self.length, self.options.seed)
-            except ValueError as error:
-                problem = f"the task {name} at a length of {self.length}: {error}"
-                raise UsageError(problem, "--length with more tokens") from error
-        return samples
 
     def all(self) -> Evaluation:
         full = self.full()
@@ -166,7 +158,7 @@ class Run:
                     writer=self.references[task] if budget is None else None,
                     advance=bar.advance,
                 )
-                result.scores[task] = score_of(task, samples, outcomes, compared=budget is not None)
+                result.scores[task] = score_of(task, outcomes, compared=budget is not None)
             for suite, items in suites.items():
                 scores = run_items(engine, items, self.options.batch)
                 result.scores[suite] = Score(suite, accuracy=mean(scores), samples={ACCURACY: tuple(scores)})

@@ -12,8 +12,7 @@ from kvexport.units import format_bytes
 
 
 def sections(evaluation: Evaluation) -> list[Section]:
-    parts = (_summary, _tables, _needles)
-    return [section for part in parts for section in part(evaluation)]
+    return [*_summary(evaluation), *_tables(evaluation)]
 
 
 def _summary(evaluation: Evaluation) -> list[Section]:
@@ -21,11 +20,11 @@ def _summary(evaluation: Evaluation) -> list[Section]:
     mapping: dict[str, Cell] = {
         "recipe": evaluation.recipe,
         "length": f"{evaluation.length} tokens",
-        "samples": f"{evaluation.samples} per task and length, seed {evaluation.seed}",
+        "samples": f"{evaluation.samples} per task, seed {evaluation.seed}",
         "full cache": f"{format_bytes(full.bytes)} for {full.slots} tokens",
-        "intervals": "95 %: Wilson's for accuracies, bootstrap over samples for means",
+        "intervals": "95 %: bootstrap over samples",
     }
-    summaries = [f"{task}: {TASKS[task].summary}" for task in evaluation.tasks if task in TASKS]
+    summaries = [f"{task}: {TASKS[task].__doc__}" for task in evaluation.tasks if task in TASKS]
     rows = [(named(r), r.budget, r.slots, r.bytes, r.bytes / full.bytes) for r in [full, *evaluation.results]]
     header = ("method", "budget", "slots", "bytes per sequence", "of full")
     note = "Methods of one budget have equal bytes: votes, scores, positions and slack counted."
@@ -34,19 +33,16 @@ def _summary(evaluation: Evaluation) -> list[Section]:
 
 def _tables(evaluation: Evaluation) -> list[Section]:
     exact = [t for t in evaluation.tasks if evaluation.full.scores[t].accuracy is not None]
-    compared = [t for t in evaluation.tasks if t in TASKS]
-    texts = [t for t in compared if not TASKS[t].exact]
+    texts = [t for t in evaluation.tasks if t in TASKS]
     everyone = [evaluation.full, *evaluation.results]
     out: list[Section] = []
     if exact:
         rows = [(named(r), *(_cell(r.scores[t].accuracy) for t in exact)) for r in everyone]
-        out.append(
-            Table("Accuracy", ("method", *exact), rows, "Share of samples answered wholly right, and its interval.")
-        )
-    if compared and evaluation.results:
-        rows = [(named(r), *(_cell(r.scores[t].kl) for t in compared)) for r in evaluation.results]
-        note = "Nats per judged position (answers; of a text its second half), and the interval of the mean."
-        out.append(Table("KL(full cache || method)", ("method", *compared), rows, note))
+        out.append(Table("Accuracy", ("method", *exact), rows, "The mean score of the answers, and its interval."))
+    if texts and evaluation.results:
+        rows = [(named(r), *(_cell(r.scores[t].kl) for t in texts)) for r in evaluation.results]
+        note = "Nats per judged position (the second half of a text), and the interval of the mean."
+        out.append(Table("KL(full cache || method)", ("method", *texts), rows, note))
     for task in texts:
         shown = [(named(r), r.scores[task]) for r in everyone]
         lines = [
@@ -64,15 +60,3 @@ def _cell(estimate: Estimate | None) -> str | None:
 
 def _perplexity(nll: Estimate | None) -> tuple[float | None, ...]:
     return (None, None, None) if nll is None else tuple(math.exp(min(x, 700.0)) for x in (nll.value, nll.low, nll.high))
-
-
-def _needles(evaluation: Evaluation) -> list[Section]:
-    tables: list[Section] = []
-    for task in (t for t in evaluation.tasks if t in TASKS and len(TASKS[t].depths) > 1):
-        for result in [evaluation.full, *evaluation.results]:
-            cells = {(c.length, c.depth): c.right / c.samples for c in result.scores[task].cells}
-            lengths, depths = sorted({length for length, _ in cells}), sorted({depth for _, depth in cells})
-            rows = [[depth, *(cells.get((length, depth)) for length in lengths)] for depth in depths]
-            header = ("depth", *(f"{length} tokens" for length in lengths))
-            tables.append(Table(f"{task}: {named(result)}", header, rows, "Share of answers that are right."))
-    return tables

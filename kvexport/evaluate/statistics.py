@@ -1,4 +1,4 @@
-"""Confidence intervals: Wilson's for shares, the bootstrap for means."""
+"""Confidence intervals of means, by the bootstrap."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Z = 1.959964  # the normal quantile of 97.5 %
 RESAMPLES = 2000
 
 
@@ -22,18 +21,6 @@ class Estimate:
 
     def __str__(self) -> str:
         return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
-
-
-def share(hits: int, count: int) -> Estimate:
-    """Return the fraction `hits` / `count` with Wilson's score interval (Wilson 1927), which is never of width 0."""
-    if not 0 <= hits <= count or not count:
-        raise ValueError(f"{hits} hits of {count}")
-    p, z2 = hits / count, Z * Z
-    centre = p + z2 / (2 * count)
-    half = Z * math.sqrt(p * (1 - p) / count + z2 / (4 * count * count))
-    # Rounding must not move an end past the share itself.
-    low, high = (centre - half) / (1 + z2 / count), (centre + half) / (1 + z2 / count)
-    return Estimate(p, min(max(low, 0.0), p), max(min(high, 1.0), p), count)
 
 
 def mean(values: Sequence[float] | NDArray[np.float64], seed: int = 0) -> Estimate:

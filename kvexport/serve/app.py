@@ -23,13 +23,12 @@ from kvexport.serve.completions import completions
 from kvexport.serve.errors import ApiError, api_error
 from kvexport.serve.guard import Guard, origins
 from kvexport.serve.messages import count_tokens, messages
-from kvexport.serve.page import page
 from kvexport.serve.responses import create_response, delete_response, get_response
 from kvexport.serve.service import IGNORED, Service
 from kvexport.serve.session_routes import delete_session, get_session, put_session
 from kvexport.serve.sessions import ENDS, RESTARTED
 from kvexport.serve.settings import ServeSettings
-from kvexport.serve.stats import measure, stats
+from kvexport.serve.stats import measure
 from kvexport.serve.streams import ClientGone
 from kvexport.serve.tokens import detokenize, tokenize
 from kvexport.version import __version__
@@ -180,8 +179,6 @@ def _model(service: Service, name: str) -> dict[str, object]:
 
 
 ROUTES: list[tuple[str, str, Handler]] = [
-    ("GET", "/", page),
-    ("GET", "/stats", stats),
     ("GET", "/health", health),
     ("GET", "/ready", ready),
     ("GET", "/metrics", metrics),

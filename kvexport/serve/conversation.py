@@ -41,9 +41,8 @@ class Prepared:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The HTTP headers of the response: the first request's number, and why a session's state was lost."""
-        lost = {RESTARTED: self.turn.lost} if self.turn is not None and self.turn.lost else {}
-        return {NUMBER: str(self.requests[0].id), **lost}
+        """The HTTP headers of the response: why a session's state was lost."""
+        return {RESTARTED: self.turn.lost} if self.turn is not None and self.turn.lost else {}
 
     def answers(self) -> list[Answer]:
         return [self.plan.answer() for _ in self.requests]
@@ -62,7 +61,6 @@ class Prepared:
         return answers
 
 
-NUMBER = "X-Request-Number"  # a response header with the number of its request, which /stats shows beside the lane
 _TEXT = ("text", "input_text", "output_text")
 _TAKEN = {"self", "engine", "snapshot", "messages", "tools", "check"}
 _ROLES = {"developer": "system"}  # chat templates know OpenAI's older name

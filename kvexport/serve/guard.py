@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvexport.serve.errors import ApiError
 from kvexport.serve.settings import ServeSettings
 
-OPEN = ("/", "/health", "/ready")  # answers to these paths show nothing of any client
+OPEN = ("/health", "/ready")  # answers to these paths show nothing of any client
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 

@@ -69,22 +69,11 @@ class Service:
     """The state of one HTTP server: the engine behind its worker thread, the limits, the sessions and the metrics."""
 
     def __init__(self, engine: Engine, settings: ServeSettings) -> None:
-        options = replace(
-            engine.options,
-            latency_budget=settings.latency_budget,
-            prefix_memory=settings.prefix_memory,
-        )
-        served = engine.with_options(options)
-        # The engine has read the files of these three already, and its owner may have replaced the objects.
-        served.tokenizer, served.grammars, served.chat_template = (
-            engine.tokenizer,
-            engine.grammars,
-            engine.chat_template,
-        )
-        if served.tokenizer is not None:
+        options = replace(engine.options, latency_budget=settings.latency_budget, prefix_memory=settings.prefix_memory)
+        self.engine = engine = engine.with_options(options)
+        if engine.tokenizer is not None:
             with suppress(EnvironmentProblem):  # a request with a grammar names the package that is missing
-                served.grammars.wrap()
-        self.engine = engine = served
+                engine.grammars.wrap()
         self.settings = settings
         if both := sorted({*settings.names} & engine.adapters.by_name.keys()):
             raise UsageError(

@@ -70,7 +70,7 @@ class Sessions:
         memory, disk = settings.session_memory, settings.session_disk
         self.store = SessionStore(manifest, memory=memory, folder=folder, disk=disk, shared=settings.session_shared)
         # As of the latest access
-        self.memory_bytes, self.disk_bytes, self.known = 0, self.store.disk_bytes, self.store.known
+        self.memory_bytes, self.disk_bytes = 0, self.store.disk_bytes
         self._manifest, self._settings = manifest, settings
         # One thread runs all work in the order of its arrival, even the work whose client has gone meanwhile: the state
         # of a turn is never written after the next turn has begun.
@@ -217,8 +217,7 @@ class Sessions:
             try:
                 return work()
             finally:
-                store = self.store
-                self.memory_bytes, self.disk_bytes, self.known = store.memory_bytes, store.disk_bytes, store.known
+                self.memory_bytes, self.disk_bytes = self.store.memory_bytes, self.store.disk_bytes
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, counted)
 

@@ -20,7 +20,7 @@ class ServeSettings:
     # API keys; every client needs one of them. Without keys every client that reaches the server may use it.
     api_keys: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()  # further host names that a server without keys accepts
-    origins: tuple[str, ...] = ()  # origins of web pages that may call the server, besides its own page
+    origins: tuple[str, ...] = ()  # origins of web pages that may call the server
     # Whether reasoning is separated from the text of answers, for models whose chat template has reasoning
     reasoning: bool = True
     # Whether the first system messages and tools of conversations are pinned, if the artifact has room for them

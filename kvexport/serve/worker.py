@@ -105,11 +105,10 @@ class Worker:
         self.metrics = metrics
         self.room = room
         self.pending = 0  # requests that have not finished, or are about to be queued
-        self.generated = 0  # tokens generated for all requests
         self.draining = False
         self.failed = False  # an error ended the engine's thread: no request will be answered any more
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = EngineThread(engine, self._deliver, lambda _: self._to_loop(self._fail))
+        self._thread = EngineThread(engine, self._deliver, lambda: self._to_loop(self._fail))
         self._entries: dict[int, _Entry] = {}
         self._jobs: set[Job] = set()
 
@@ -198,7 +197,6 @@ class Worker:
             tokens = request.tokens[entry.sent :]
             finished = request.state is FINISHED
             if tokens:
-                self.generated += len(tokens)
                 self.metrics.tokens(len(tokens), now - (entry.last or entry.added), first=not entry.sent)
                 entry.sent, entry.last = entry.sent + len(tokens), now
             if finished:

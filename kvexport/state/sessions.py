@@ -93,11 +93,6 @@ class SessionStore:
     def memory_bytes(self) -> int:
         return sum(snapshot.nbytes for _, snapshot in self._loaded.values())
 
-    @property
-    def known(self) -> int:
-        """The number of sessions that were stored and not deleted, including sessions whose state was lost."""
-        return len(self._known)
-
     def get(self, name: str) -> Snapshot | None:
         """Return the stored state of a session (conversation) as a snapshot; None if no session had this name yet."""
         mark = self.mark(name)
@@ -322,9 +317,6 @@ class _KnownNames:
 
     def __contains__(self, name: str) -> bool:
         return name in self._names if self._folder is None else (self._folder / name).exists()
-
-    def __len__(self) -> int:
-        return len(self._names)
 
     def add(self, name: str) -> None:
         if self._folder is not None and name not in self:

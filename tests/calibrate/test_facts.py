@@ -4,8 +4,7 @@ from functools import partial
 
 import numpy as np
 
-from kvexport.calibrate.facts import asked_and_answered, passage_ids
-from kvexport.evaluate.language import question_and_answer
+from kvexport.calibrate.facts import asked_and_answered, passage_ids, question_and_answer
 from kvexport.language.tokenizer import Tokenizer
 from kvexport.recipe.load import load_recipe
 

@@ -7,17 +7,12 @@ from pathlib import Path
 import pytest
 
 from kvexport.export.model.cached import cache_folder, make_cache_folder
-from tests.export.test_checkpoint import make_single
 from tests.support.command_line import failure, ok
-from tests.support.hub import Hub, hub
-
-__all__ = ["hub"]  # a fixture
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     return cache_folder("artifacts")
 
 
@@ -40,21 +35,6 @@ def test_the_cache_is_listed_and_parts_of_it_are_removed(cache: Path) -> None:
     assert (cache / "one-abc").is_dir(), "nothing is removed if one name is wrong"
     ok("rm", "one-abc")
     assert sorted(path.name for path in cache.iterdir()) == [".one.lock", "two-abc"]
-
-
-def test_a_model_of_the_hub_is_pulled_listed_and_removed(cache: Path, hub: type[Hub], tmp_path: Path) -> None:
-    make_single(tmp_path / "model")
-    hub.files.update({file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()})
-    (folder,) = ok("pull", "org/name").split()
-    assert set(hub.served) == set(hub.files) and Path(folder).is_dir()
-    (listed,) = json.loads(ok("list", "--json"))
-    size = sum(map(len, hub.files.values()))
-    assert (listed["name"], listed["kind"], listed["bytes"]) == ("org/name", "hub", size)
-    assert "no revision 'none'" in failure(2, "pull", "org/name", "--revision", "none")
-    assert "no public model 'org/unknown'" in failure(2, "pull", "org/unknown")
-    assert f"kvexport build {tmp_path / 'model'} --out" in failure(2, "pull", tmp_path / "model")
-    ok("rm", "org/name")
-    assert json.loads(ok("list", "--json")) == [] and not Path(folder).exists()
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "paper.pdf", "mistyped"])

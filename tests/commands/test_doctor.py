@@ -87,7 +87,6 @@ def test_every_verb_of_the_command_line_is_judged() -> None:
         "docs",
         "doctor",
         "list",
-        "pull",
         "rm",
     }
 

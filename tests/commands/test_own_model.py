@@ -195,7 +195,7 @@ def test_a_budget_that_no_sequence_exceeds_is_named(
 
 def test_the_package_lists_its_own_names_alone() -> None:
     assert dir(kvexport) == sorted(kvexport.__all__)
-    assert {"Recipe", "AsyncEngine", "EngineOptions", "LLM"} <= set(dir(kvexport))
+    assert {"Recipe", "Engine", "EngineOptions", "LLM"} <= set(dir(kvexport))
     assert all(getattr(kvexport, name) is not None for name in dir(kvexport))
 
 

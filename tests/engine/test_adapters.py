@@ -26,6 +26,7 @@ from kvexport.recipe.fields import Recipe
 from kvexport.state.snapshot import Snapshot
 from tests.support.adapters import CONFIG, MODULES, adapter, with_adapter
 from tests.support.answers import answers as run
+from tests.support.answers import stopped
 from tests.support.command_line import failure, ok
 from tests.support.http_server import TEMPLATE
 from tests.support.tiny_model import PROMPTS, RECIPE
@@ -155,11 +156,11 @@ def test_a_prefix_is_shared_within_one_adapter_alone(engine: Engine) -> None:
 
 def test_a_snapshot_continues_with_its_adapter(engine: Engine) -> None:
     expected = run(engine, request(engine, PROMPTS[0], "two"))[0]
-    half = request(engine, PROMPTS[0], "two")
-    number = engine.add(half)
+    half = request(engine, PROMPTS[0], "two", keep=True)
+    engine.add(half)
     for _ in range(12):
         engine.step()
-    saved = engine.preempt(number)
+    saved = stopped(engine, half)
     read = Snapshot.from_bytes(saved.to_bytes(), engine.manifest)
     assert read.adapter == engine.adapters.by_name["two"].digest
     begun = [token.id for token in half.tokens]

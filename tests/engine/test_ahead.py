@@ -17,10 +17,9 @@ from kvexport.backends.rows import TopLogits
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.engine.request import Request
-from kvexport.errors import KvexportError, UsageError
+from kvexport.errors import KvexportError
 from kvexport.export.build import build
 from kvexport.language.grammar import Grammar
-from kvexport.state.snapshot import Snapshot
 from tests.support.hybrids import CONFIGS
 from tests.support.models import make_recipe, save_checkpoint
 from tests.support.on_device import onto_device
@@ -149,11 +148,11 @@ def test_a_minimum_of_tokens_runs_ahead_from_there_on(tiny_artifact: Path, follo
 def test_requests_that_join_and_leave_at_any_time_get_their_answers(
     tiny_artifact: Path, followed: list[int], seed: int
 ) -> None:
-    """Requests are added, cancelled, preempted and continued between steps, and lanes are reused, moved and added."""
+    """Requests are added and cancelled between steps, and lanes are reused, moved and added."""
     rng, plain, engine = np.random.default_rng(seed), load(tiny_artifact), late(tiny_artifact, graphs=seed % 2 == 1)
     known: dict[tuple[Any, ...], list[int]] = {}
     running: list[tuple[tuple[Any, ...], list[Request]]] = []
-    happened = dict.fromkeys(("whole", "cancelled", "preempted"), 0)
+    happened = dict.fromkeys(("whole", "cancelled"), 0)
 
     def check(key: tuple[Any, ...], requests: list[Request], *, whole: bool) -> None:
         if key not in known:
@@ -175,15 +174,6 @@ def test_requests_that_join_and_leave_at_any_time_get_their_answers(
                 assert engine.cancel(requests[-1].id)
                 running.remove((key, requests))
                 check(key, requests, whole=False)
-            elif requests[-1].finish_reason is None:
-                try:
-                    snapshot = engine.preempt(requests[-1].id)
-                except UsageError:
-                    assert requests[-1].finish_reason in ("stop", "length"), "its last token was already computed"
-                else:
-                    requests.append(Request((), start=Snapshot.from_bytes(snapshot.to_bytes(), engine.manifest)))
-                    engine.add(requests[-1])
-                    happened["preempted"] += 1
         if engine.busy:
             engine.step()
         for key, requests in [*running]:
@@ -195,23 +185,6 @@ def test_requests_that_join_and_leave_at_any_time_get_their_answers(
         check(key, requests, whole=True)
     assert len(followed) > 40 and happened["whole"] > 10
     assert not engine._requests
-
-
-def test_a_preempted_request_leaves_no_waiting_token_behind(tiny_artifact: Path) -> None:
-    """A token that another request gets outside of a step is returned by the next step, even if none runs any more."""
-    engine, expected = late(tiny_artifact), generated(load(tiny_artifact), 9)
-    one, other = (Request(PROMPTS[i], engine.settings(max_new_tokens=count)) for i, count in ((0, 30), (1, 9)))
-    for request in (one, other):
-        engine.add(request)
-    while len(other.tokens) < 8:
-        engine.step()
-    if engine._calls.ahead is None:  # the other request's last token was foreseen; it comes with the next step
-        engine.step()
-    else:
-        engine.preempt(one.id)
-    assert ids_of(other) == expected[1]
-    run(engine)
-    assert not engine.busy
 
 
 def test_a_lane_with_nan_fails_alone_and_is_cleared(tiny_artifact: Path, followed: list[int]) -> None:
@@ -381,9 +354,6 @@ def test_tensorrt_runs_ahead_too(
     for request in requests:
         engine.add(request)
     run(engine, 9)
-    snapshot = engine.preempt(requests[0].id)
-    rest = Request((), start=snapshot)
-    engine.add(rest)
+    assert engine.cancel(requests[0].id)
     run(engine)
-    assert ids_of(requests[0]) + ids_of(rest) == answers(plain)[0][0]
     assert [ids_of(request) for request in requests[1:]] == [tokens for tokens, *_ in answers(plain)[1:]]

@@ -21,7 +21,7 @@ from kvexport.export.rebuild import rebuild
 from kvexport.images.rows import RowCache
 from tests.export.test_vision import logits_with_images
 from tests.support import models, vision
-from tests.support.answers import answers
+from tests.support.answers import answers, stopped
 from tests.support.command_line import run
 from tests.support.vision import picture, png
 
@@ -89,15 +89,13 @@ def test_forks_and_snapshots_of_prompts_with_images(engine: Engine) -> None:
     ids, images = engine.encode_with_images("a<image>b", [ONE])
     settings = engine.settings(max_new_tokens=6)
     right = engine.generate("a<image>b", images=[ONE], max_new_tokens=6)[0].token_ids
-    request = Request(ids, settings, images=images)
+    request = Request(ids, settings, images=images, keep=True)
     fork = request.fork()
     for one in (request, fork):
         engine.add(one)
-    with pytest.raises(UsageError, match="images that are not read yet"):
-        engine.preempt(request.id)
     while len(request.tokens) < 3:
         engine.step()
-    snapshot = engine.preempt(request.id)
+    snapshot = stopped(engine, request)
     resumed = Request((), start=snapshot)
     answers(engine, resumed)
     assert [token.id for token in (*request.tokens, *resumed.tokens)] == right

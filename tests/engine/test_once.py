@@ -22,7 +22,7 @@ from kvexport.validate.reference import TorchReference
 from kvexport.validate.runner import validate_artifact
 from kvexport.validate.tokens import continued_prompts, schedule
 from tests.support import models
-from tests.support.answers import answers
+from tests.support.answers import answers, stopped
 from tests.support.counted import counted_logits
 
 BUDGET, CHUNK, EVERY, LENGTH = 16, 8, 12, 128
@@ -97,11 +97,11 @@ def test_a_snapshot_holds_the_reference_queries_that_a_merge_will_read_and_no_ot
     context = models.random_ids(9, PROMPT)[0].tolist()
     settings = engine.settings(max_new_tokens=30, do_sample=False, ignore_eos=True)
     whole, last = answered(engine, Request(context, settings, keep=True))
-    request = Request(context, settings)
+    request = Request(context, settings, keep=True)
     engine.add(request)
     while len(request.tokens) < tokens:
         engine.step()
-    snapshot = engine.preempt(request.id)
+    snapshot = stopped(engine, request)
     rings = [x.shape[1] for name, x in snapshot.state.items() if name.endswith((".query", ".query_seen"))]
     assert rings == [rows] * 2 * len(engine.plan.caches)
     read_back = Snapshot.from_bytes(snapshot.to_bytes(), engine.manifest)
@@ -146,8 +146,8 @@ def test_cached_prefixes_are_uncompressed_and_change_no_answer(engine: Engine) -
 def test_tokens_inside_a_prompt_are_not_judged_where_nothing_has_merged_yet(engine: Engine) -> None:
     ids = models.random_ids(7, PROMPT)[0].tolist()
     with pytest.raises(UsageError, match="merge_prompts is end, and the task evaluates tokens inside a prompt"):
-        counted_logits(engine, [Sample(ids, PROMPT, [10, 20], {})])
-    rows = counted_logits(engine, [Sample(ids, PROMPT - 2, [PROMPT - 3, PROMPT - 2], {})])
+        counted_logits(engine, [Sample(ids, PROMPT, [10, 20])])
+    rows = counted_logits(engine, [Sample(ids, PROMPT - 2, [PROMPT - 3, PROMPT - 2])])
     assert rows[0].shape == (2, models.SIZES["vocab_size"])
 
 

@@ -19,7 +19,7 @@ from kvexport.language.chat import ChatTemplate
 from kvexport.recipe.fields import Recipe
 from kvexport.state.sessions import pins_after
 from kvexport.state.snapshot import Snapshot
-from tests.support.answers import answers
+from tests.support.answers import answers, stopped
 from tests.support.models import make_recipe, random_ids
 from tests.support.on_device import onto_device
 from tests.support.tensorrt_artifacts import engines as tensorrt_engines
@@ -131,7 +131,7 @@ def drawn(engine: Engine, count: int) -> list[Request]:
     return requests
 
 
-def test_prefixes_forks_preemption_and_snapshots_keep_pins(artifact: Path, engine: Engine) -> None:
+def test_prefixes_forks_and_snapshots_keep_pins(artifact: Path, engine: Engine) -> None:
     requests = drawn(engine, 16)
     alone = [answers(load(artifact), request)[0] for request in drawn(engine, 16)]
     assert alone != [answers(load(artifact), Request(r.prompt, r.settings))[0] for r in requests]
@@ -150,12 +150,13 @@ def test_prefixes_forks_preemption_and_snapshots_keep_pins(artifact: Path, engin
     ]
 
     for tokens, request in zip(alone, drawn(engine, 16), strict=True):
+        request.keep = True
         engine.add(request)
-        for _ in range(len(tokens)):  # some are preempted within their prompts, whose pins are not read yet
+        for _ in range(len(tokens)):  # some are stopped within their prompts, whose pins are not read yet
             engine.step()
         if request.state.value == "finished":
             continue
-        snapshot = engine.preempt(request.id)
+        snapshot = stopped(engine, request)
         copy = Snapshot.from_bytes(snapshot.to_bytes(), engine.manifest)
         assert copy.counters == snapshot.counters and copy.counters.pins == request.pins
         rest = Request((), start=copy)

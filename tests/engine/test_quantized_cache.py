@@ -26,6 +26,7 @@ from kvexport.state.periodic import SelectedCache
 from kvexport.state.snapshot import Snapshot
 from kvexport.validate.runner import validate_artifact
 from plugins.building import make
+from tests.support.answers import stopped
 from tests.support.models import make_recipe
 from tests.support.tiny_model import PROMPTS, RECIPE, generated
 
@@ -89,12 +90,12 @@ def test_a_request_continues_from_a_snapshot_of_its_bytes(engine: Engine, tiny_a
             engine.step()
         return [token.id for token in request.tokens]
 
-    requests = [Request(prompt, engine.settings(max_new_tokens=40)) for _ in range(2)]
+    requests = [Request(prompt, engine.settings(max_new_tokens=40), keep=True) for _ in range(2)]
     engine.add(requests[0])
     expected = tokens(requests[0])
     engine.add(requests[1])
     first = tokens(requests[1], 9)
-    data = engine.preempt(requests[1].id).to_bytes()
+    data = stopped(engine, requests[1]).to_bytes()
     snapshot = Snapshot.from_bytes(data, engine.manifest)
     assert snapshot.state["past_key_values.0.key"].dtype == np.int8
     rest = Request((), start=snapshot)
@@ -113,10 +114,10 @@ def test_keys_of_8_bits_go_with_values_of_4(tiny_checkpoint: Path, tmp_path: Pat
     layer = engine.plan.caches[0]
     assert layer.slot_bytes() == layer.kv_heads * (layer.key_size + layer.value_size // 2)
     assert layer.bytes() == layer.capacity[0] * (layer.slot_bytes() + layer.kv_heads * (2 * 4 + 3 * 4))
-    request = Request([3, 1, 4], engine.settings(max_new_tokens=8))
+    request = Request([3, 1, 4], engine.settings(max_new_tokens=8), keep=True)
     engine.add(request)
     engine.step()
-    state = Snapshot.from_bytes(engine.preempt(request.id).to_bytes(), engine.manifest).state
+    state = Snapshot.from_bytes(stopped(engine, request).to_bytes(), engine.manifest).state
     assert state["past_key_values.1.key"].dtype == np.int8 and state["past_key_values.1.value"].dtype == np.uint8
 
 

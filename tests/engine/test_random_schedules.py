@@ -17,7 +17,7 @@ def test_answers_of_random_schedules_equal_solo_answers(tiny_artifact: Path, tmp
     alone, happened = Alone(other), Counter[str]()
     for seed in range(SCHEDULES):
         happened += Schedule(engines, alone, tmp_path / str(seed), seed).run(STEPS)
-    kinds = ("answered", "fork", "cancel", "preempt", "resume", "turn", "expire", "stream")
+    kinds = ("answered", "fork", "cancel", "stop", "resume", "turn", "expire", "stream")
     assert min(happened[kind] for kind in kinds) > 10
 
 

@@ -16,7 +16,7 @@ from kvexport.export.build import build
 from kvexport.images.rows import call_images, places_of
 from kvexport.state.snapshot import Snapshot
 from tests.support import models, vision
-from tests.support.answers import answers
+from tests.support.answers import answers, stopped
 from tests.support.vision import picture
 
 BUDGET, SINKS, CHUNK, EVERY = 24, 4, 16, 4
@@ -94,11 +94,11 @@ def test_forks_and_snapshots_go_on_after_an_image(engine: Engine) -> None:
     ids, images = engine.encode_with_images(PROMPT, [WIDE, TALL])
     settings = engine.settings(max_new_tokens=6)
     right = engine.generate(PROMPT, images=[WIDE, TALL], max_new_tokens=6)[0].token_ids
-    engine.add(request := Request(ids, settings, images=images))
+    engine.add(request := Request(ids, settings, images=images, keep=True))
     engine.add(fork := request.fork())
     while len(request.tokens) < 3:
         engine.step()
-    snapshot = Snapshot.from_bytes(engine.preempt(request.id).to_bytes(), engine.manifest)
+    snapshot = Snapshot.from_bytes(stopped(engine, request).to_bytes(), engine.manifest)
     resumed = Request((), start=snapshot, keep=True)
     answers(engine, resumed)
     assert [token.id for token in (*request.tokens, *resumed.tokens)] == right

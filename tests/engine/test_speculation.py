@@ -180,7 +180,7 @@ def test_rows_of_one_call_are_those_of_single_calls_but_for_rounding(engine: Eng
 def test_speculating_schedules_answer_as_solo_runs_without_drafts(artifact: Path, tmp_path: Path) -> None:
     """Schedules with speculation are answered as alone without it.
 
-    Requests join, leave, fork, and are preempted; there are snapshots and prefixes. Only one of the engines drafts, and
+    Requests join, leave, fork, stop and resume; there are snapshots and prefixes. Only one of the engines drafts, and
     states move between them.
     """
     speculating, plain, other = (load(artifact) for _ in range(3))

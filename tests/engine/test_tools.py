@@ -1,6 +1,5 @@
 """Tests of tools, formats and log probabilities in Python. The model is random, so grammars set its text."""
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -42,13 +41,6 @@ def test_a_chat_calls_tools(engine: kvexport.Engine) -> None:
         engine.chat(MESSAGES, tools=TOOLS, tool_choice="rm")
     with pytest.raises(UsageError, match="is no function"):
         engine.chat(MESSAGES, tools=[{"name": "look"}])
-
-    async def answer() -> kvexport.Completion:
-        tasks = kvexport.AsyncEngine(engine.with_options(engine.options))
-        async with tasks:
-            return await tasks.achat(MESSAGES, tools=TOOLS, grammar=exactly(CALL), max_new_tokens=300)
-
-    assert [one.name for one in asyncio.run(answer()).tool_calls] == ["look"]
 
 
 def test_a_chat_keeps_to_a_format(engine: kvexport.Engine) -> None:

@@ -34,7 +34,7 @@ from kvexport.recipe.fields import Recipe
 from kvexport.state.snapshot import Snapshot
 from kvexport.validate.runner import validate_artifact
 from tests.support import models
-from tests.support.answers import answers
+from tests.support.answers import answers, stopped
 from tests.support.hybrids import CONFIGS
 
 
@@ -110,11 +110,11 @@ def test_sessions_forks_and_prefixes_keep_the_states(hybrid: tuple[Engine, Path]
     assert answers(cached, later) == [right]
     assert later.cached_tokens == 32
 
-    half = Request(prompt, settings, processors=processors[0])
-    number = plain.add(half)
+    half = Request(prompt, settings, processors=processors[0], keep=True)
+    plain.add(half)
     while len(half.tokens) < 10:
         plain.step()
-    snapshot = Snapshot.from_bytes(plain.preempt(number).to_bytes(), plain.manifest)
+    snapshot = Snapshot.from_bytes(stopped(plain, half).to_bytes(), plain.manifest)
     fresh = plain.with_options(EngineOptions())
     rest = answers(fresh, Request((), start=snapshot, processors=processors[0]))[0]
     assert [token.id for token in half.tokens] + rest == right
@@ -123,10 +123,10 @@ def test_sessions_forks_and_prefixes_keep_the_states(hybrid: tuple[Engine, Path]
 @pytest.mark.parametrize("name", ["recurrent_state", "conv_state"])
 def test_states_of_another_size_are_refused_by_name(hybrid: tuple[Engine, Path], name: str) -> None:
     engine = hybrid[0]
-    request = Request([1, 2, 3], GenerationSettings(max_new_tokens=9))
-    number = engine.add(request)
+    request = Request([1, 2, 3], GenerationSettings(max_new_tokens=9), keep=True)
+    engine.add(request)
     engine.step()
-    snapshot = engine.preempt(number)
+    snapshot = stopped(engine, request)
     tensor = f"past_key_values.layer.2.{name}"
     state = {**snapshot.state, tensor: snapshot.state[tensor][..., 1:].copy()}
     with pytest.raises(SnapshotError, match=rf"{tensor} is float32 \[.*\], the artifact has float32 \["):

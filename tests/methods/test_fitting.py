@@ -26,7 +26,7 @@ from tests.conformance.backends import Backend, NativeCpu, Torch
 from tests.conformance.cases import MergeProfile, MergeScenario, merge_cache_state, single_precision, stored_precision
 from tests.conformance.comparison import assert_same_cache, state_of
 from tests.conformance.layout import of_heads
-from tests.support.answers import answers
+from tests.support.answers import answers, stopped
 from tests.support.models import make_recipe
 from tests.support.tiny_model import RECIPE
 
@@ -231,11 +231,11 @@ def test_an_artifact_keeps_the_ring_and_continues_from_a_snapshot(
 
     prompt, settings = [3 * i % 60 for i in range(70)], engine.settings(max_new_tokens=24)
     whole = engine.generate([prompt], max_new_tokens=24)[0].token_ids
-    first = Request(prompt, settings)
+    first = Request(prompt, settings, keep=True)
     engine.add(first)
     while len(first.tokens) < 9:
         engine.step()
-    saved = engine.preempt(first.id).to_bytes()
+    saved = stopped(engine, first).to_bytes()
     engine.generate([[5] * 50], max_new_tokens=5)  # the lane is given to another request
     second = Request((), start=Snapshot.from_bytes(saved, engine.manifest))
     assert [token.id for token in first.tokens] + answers(engine, second)[0] == list(whole)

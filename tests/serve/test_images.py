@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import os
@@ -19,14 +18,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kvexport.engine.async_engine import AsyncEngine
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
 from kvexport.export.build import build
-from kvexport.images import decode
 from kvexport.state.snapshot import Snapshot
 from tests.support import models, vision
-from tests.support.browser import browser
 from tests.support.command_line import run
 from tests.support.http_server import Running, running
 from tests.support.vision import picture, png
@@ -413,54 +409,6 @@ def test_batches_change_no_answer(server: Running, engine: Engine) -> None:
     for thread in threads:
         thread.join()
     assert found == right
-
-
-def test_the_async_engine_takes_images(engine: Engine) -> None:
-    async def work() -> list[Any]:
-        async with AsyncEngine(engine.with_options(engine.options)) as client:
-            answers = [client.agenerate("a<image>b", images=[image], max_new_tokens=4) for image in (ONE, TWO)]
-            streamed = [token.id async for token in client.astream("a<image>b", images=[ONE], max_new_tokens=4)]
-            return [*[answer.token_ids for answer in await asyncio.gather(*answers)], streamed]
-
-    right = [x.token_ids for x in engine.generate(["a<image>b"] * 2, images=[[ONE], [TWO]], max_new_tokens=4)]
-    assert asyncio.run(work()) == [*right, right[0]]
-
-
-def test_the_page_sends_images(engine: Engine, tmp_path: Path) -> None:
-    file = tmp_path / "large.png"
-    file.write_bytes(png(picture(1100, 2048)))
-    with running(engine) as server, browser(tmp_path) as tab:
-        tab.call("Page.navigate", url=server.url)
-        tab.wait_for("document.readyState === 'complete' && !document.getElementById('add').hidden")
-        root = tab.call("DOM.getDocument")["root"]["nodeId"]
-        files = tab.call("DOM.querySelector", nodeId=root, selector="#files")["nodeId"]
-        tab.call("DOM.setFileInputFiles", files=[str(file)], nodeId=files)
-        tab.wait_for("added.length === 1 && document.querySelectorAll('#added img').length === 1")
-        made = "await new Promise(made => Object.assign(document.createElement('canvas'), {width: 9}).toBlob(made))"
-        tab.run(
-            f"(async () => {{ const data = new DataTransfer(); data.items.add(new File([{made}], 'x.png'));"
-            "dispatchEvent(new DragEvent('drop', {dataTransfer: data, cancelable: true})); })()"
-        )
-        tab.wait_for("document.querySelectorAll('#added img').length === 2")
-        tab.run("document.querySelectorAll('#added button')[1].click()")
-        tab.screenshot(tmp_path / "before.png")
-        tab.run("document.getElementById('tokens').value = 5; document.getElementById('text').value = 'what?'")
-        tab.run("document.getElementById('ask').requestSubmit()")
-        tab.wait_for("!running && messages.length === 2")
-        message = tab.run("messages[0]")
-        sent = decode.read_image(base64.b64decode(message["content"][0]["image_url"]["url"].partition(",")[2]))
-        assert sent.size == (1024, 550) and message["content"][1] == {"type": "text", "text": "what?"}
-        _, _, body = server.ask("/v1/chat/completions", {"messages": [message], **GREEDY})
-        assert tab.run("messages[1].content") == answer_of(body, "chat")[0]
-        assert tab.run("[added.length, document.getElementById('added').hidden]") == [0, True]
-        tab.call("Page.reload")
-        tab.wait_for("document.readyState === 'complete' && document.querySelectorAll('.user img').length === 1")
-        tab.wait_for("sees")
-        assert tab.run("[...document.getElementById('talks').options].map(x => x.text)") == ["what?"]
-        tab.run("document.getElementById('reset').click(); void take([new File(['no image'], 'x.png')])")
-        tab.wait_for("document.querySelector('.error')?.textContent.includes('x.png is no image')")
-        tab.screenshot(tmp_path / "page.png")
-        assert tab.problems == []
 
 
 def test_large_images_hold_up_no_other_stream(server: Running) -> None:

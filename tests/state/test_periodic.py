@@ -19,6 +19,7 @@ from kvexport.errors import SnapshotError, UsageError
 from kvexport.export.build import build
 from kvexport.state.periodic import READ, PeriodicState, by_heads
 from kvexport.state.snapshot import Snapshot
+from tests.support.answers import stopped
 from tests.support.models import random_ids
 from tests.support.periodic import EVERY, RECENT, SINKS, SLOTS, recipe_of
 from tests.support.schedules import Alone, Schedule
@@ -73,7 +74,9 @@ def selected_of(lanes: Lanes) -> tuple[PeriodicState, Any]:
 
 def view_of(lanes: Lanes) -> Any:
     """Return views [KV heads, slots, ...] of the full cache's tensors of the first lane."""
-    return by_heads(lanes._plan, lanes.state.view(0))
+    view = lanes.state.view(0)
+    assert view is not None
+    return by_heads(lanes._plan, view)
 
 
 def held(own: Any, layer: int = 0, head: int = 0) -> list[int]:
@@ -206,26 +209,26 @@ def test_answers_of_a_batch_equal_solo_answers(periodic: Engine) -> None:
 
 
 def test_schedules_answer_as_solo_runs(opened: Any, periodic: Engine, tmp_path: Path) -> None:
-    """Requests join, leave, fork, and are preempted; there are snapshots as bytes, and prefixes."""
+    """Requests join, leave, fork, stop and resume; there are snapshots as bytes, and prefixes."""
     one, another = (opened() for _ in range(2))
     for seed in range(3):
         Schedule([one, another], Alone(periodic), tmp_path / str(seed), 500 + seed).run(15)
 
 
-def stopped(engine: Engine, new: int) -> tuple[Snapshot, list[int]]:
-    """Return the snapshot and the tokens of a long answer that is preempted after `new` tokens."""
-    request = Request(prompts(9)[0], engine.settings(max_new_tokens=100, do_sample=False))
+def stopped_after(engine: Engine, new: int) -> tuple[Snapshot, list[int]]:
+    """Return the snapshot and the tokens of a long answer that is stopped after `new` tokens."""
+    request = Request(prompts(9)[0], engine.settings(max_new_tokens=100, do_sample=False), keep=True)
     engine.add(request)
     while len(request.tokens) < new:
         engine.step()
-    return engine.preempt(request.id), [token.id for token in request.tokens]
+    return stopped(engine, request), [token.id for token in request.tokens]
 
 
 def test_a_snapshot_continues_at_every_point_of_a_period(periodic: Engine) -> None:
     engine = periodic
     expected, kinds = answers(engine, [prompts(9)[0]], 100)[0], set[str]()
     for new in range(30, 40):
-        snapshot, tokens = stopped(engine, new)
+        snapshot, tokens = stopped_after(engine, new)
         kinds |= {name.rpartition(".")[2] for name in snapshot.state}
         again = Request((), start=Snapshot.from_bytes(snapshot.to_bytes(), engine.manifest))
         other = periodic
@@ -238,7 +241,7 @@ def test_a_snapshot_continues_at_every_point_of_a_period(periodic: Engine) -> No
 
 def test_damaged_positions_of_a_snapshot_are_refused(periodic: Engine, full: Engine) -> None:
     engine = periodic
-    snapshot, _ = stopped(engine, 33)
+    snapshot, _ = stopped_after(engine, 33)
     name = f"past_key_values.1.{READ}"
     good = snapshot.state[name]
     wrong: list[Any] = [good[:, ::-1], good + 1000, good.astype(np.int64), good[:1], good[:, :0], None]

@@ -15,6 +15,7 @@ from kvexport.engine.request import Request, State
 from kvexport.errors import KvexportError, SnapshotError, UsageError
 from kvexport.language.grammar import Grammar
 from kvexport.state.snapshot import Snapshot
+from tests.support.answers import stopped
 from tests.support.blobs import mutated
 
 LONG = [3 * i % 60 for i in range(70)]  # beyond the budget of 32 slots
@@ -54,16 +55,14 @@ def through_bytes(engine: Engine, snapshot: Snapshot) -> Snapshot:
 
 @pytest.mark.parametrize("options", CHOICES)
 @pytest.mark.parametrize("tokens", [0, 1, 2, 7, 39])
-def test_a_preempted_request_continues_with_its_own_tokens(
-    engine: Engine, options: dict[str, Any], tokens: int
-) -> None:
+def test_a_stopped_request_continues_with_its_own_tokens(engine: Engine, options: dict[str, Any], tokens: int) -> None:
     expected = answer(engine, Request(LONG, engine.settings(**options)))
     text = engine.tokenizer.decode(expected) if engine.tokenizer else ""
-    first = Request(LONG, engine.settings(**options))
+    first = Request(LONG, engine.settings(**options), keep=True)
     engine.add(first)
     run(engine, lambda: len(first.tokens) == tokens and (tokens > 0 or first.done == 32))
-    snapshot = engine.preempt(first.id)
-    assert (first.state, first.finish_reason) == (State.FINISHED, "preempted") and not engine.busy
+    snapshot = stopped(engine, first)
+    assert (first.state, first.finish_reason) == (State.FINISHED, "cancelled") and not engine.busy
     assert snapshot.length == (32 if tokens == 0 else len(LONG) + tokens - 1)
     answer(engine, Request([5] * 50, engine.settings(max_new_tokens=5)))  # the lane is given to another request
     second = Request((), start=through_bytes(engine, snapshot))
@@ -73,15 +72,14 @@ def test_a_preempted_request_continues_with_its_own_tokens(
     assert second.finish_reason == "length"
 
 
-def test_a_request_that_waits_is_preempted_as_well(engine: Engine) -> None:
-    request = Request(LONG, engine.settings(max_new_tokens=4))
+def test_a_request_that_waits_is_stopped_as_well(engine: Engine) -> None:
+    request = Request(LONG, engine.settings(max_new_tokens=4), keep=True)
     engine.add(request)
-    snapshot = engine.preempt(request.id)
+    snapshot = stopped(engine, request)
     assert snapshot.length == 0
     again = Request((), start=through_bytes(engine, snapshot))
     assert answer(engine, again) == answer(engine, Request(LONG, engine.settings(max_new_tokens=4)))
-    with pytest.raises(UsageError, match="has not finished"):
-        engine.preempt(again.id)
+    assert not engine.cancel(again.id)
 
 
 def test_the_next_turn_reads_the_new_tokens_alone(engine: Engine) -> None:
@@ -105,14 +103,6 @@ def test_an_ended_answer_continues_with_a_larger_limit(engine: Engine) -> None:
         engine.add(Request((), start=request.snapshot))
     longer = Request((), engine.settings(max_new_tokens=20), start=request.snapshot)
     assert answer(engine, longer) == expected[8:]
-
-
-def test_a_cancelled_request_with_keep_has_a_snapshot(engine: Engine) -> None:
-    request = Request(LONG, engine.settings(max_new_tokens=30), keep=True)
-    engine.add(request)
-    run(engine, lambda: len(request.tokens) == 3)
-    engine.cancel(request.id)
-    assert request.snapshot is not None and request.snapshot.length == len(LONG) + 2
 
 
 @pytest.mark.parametrize("lanes", [1, 3, 4])

@@ -2,6 +2,7 @@
 
 from kvexport.engine.engine import Engine
 from kvexport.engine.request import Request
+from kvexport.state.snapshot import Snapshot
 
 
 def answers(engine: Engine, *requests: Request) -> list[list[int]]:
@@ -12,3 +13,9 @@ def answers(engine: Engine, *requests: Request) -> list[list[int]]:
         engine.step()
     assert all(request.error is None for request in requests)
     return [[token.id for token in request.tokens] for request in requests]
+
+
+def stopped(engine: Engine, request: Request) -> Snapshot:
+    """Cancel a request that has `keep` set, and return its snapshot."""
+    assert engine.cancel(request.id) and request.snapshot is not None
+    return request.snapshot

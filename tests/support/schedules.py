@@ -12,10 +12,11 @@ import numpy as np
 from kvexport.engine.engine import Engine
 from kvexport.engine.prefixes import Prefixes
 from kvexport.engine.request import Request, State
-from kvexport.errors import DeadlineError, UsageError
+from kvexport.errors import DeadlineError
 from kvexport.language.token import Token
 from kvexport.state.sessions import SessionStore
 from kvexport.state.snapshot import Snapshot
+from tests.support.answers import stopped
 
 CHUNK, VOCABULARY = 16, 64  # the chunk and the vocabulary of the tiny artifact
 STREAMED = 11  # tokens of a sequence of a stream
@@ -90,7 +91,7 @@ class Schedule:
 
     def run(self, steps: int) -> Counter[str]:
         """Run the schedule to its end, and return how often each event happened."""
-        events = {self.join: 0.25, self.fork: 0.1, self.cancel: 0.06, self.preempt: 0.12, self.resume: 0.12}
+        events = {self.join: 0.25, self.fork: 0.1, self.cancel: 0.06, self.stop: 0.12, self.resume: 0.12}
         events |= {self.turn: 0.15, self.expire: 0.02, self.stream: 0.03, self.read: 0.5}
         for _ in range(steps):
             for event, chance in events.items():
@@ -150,22 +151,18 @@ class Schedule:
             talk.check(self.alone, whole=False)
             self.happened["cancel"] += 1
 
-    def preempt(self) -> None:
-        if self.running:
-            engine, talk = self._one(self.running)
-            try:
-                snapshot = engine.preempt(talk.requests[-1].id)
-            except UsageError:  # its last token came from a call that ran ahead
-                assert talk.requests[-1].state is State.FINISHED
-                return
+    def stop(self) -> None:
+        if kept := [(engine, talk) for engine, talk in self.running if talk.requests[-1].keep]:
+            engine, talk = self._one(kept)
+            snapshot = stopped(engine, talk.requests[-1])
             self.running.remove((engine, talk))
             if self.rng.random() < 0.5:
                 snapshot = Snapshot.from_bytes(snapshot.to_bytes(), engine.manifest)
             self.parked.append((snapshot, talk))
-            self.happened["preempt"] += 1
+            self.happened["stop"] += 1
 
     def resume(self) -> None:
-        """Continue a preempted request on a random engine."""
+        """Continue a stopped request on a random engine."""
         if self.parked:
             snapshot, talk = self.parked.pop(int(self.rng.integers(len(self.parked))))
             talk.requests.append(Request((), start=snapshot, keep=bool(talk.name)))

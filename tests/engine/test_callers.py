@@ -1,6 +1,5 @@
-"""Tests of one engine with many callers: threads, and tasks of an event loop."""
+"""Tests of one engine with many callers, and of what callers give it."""
 
-import asyncio
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,8 @@ import numpy as np
 import pytest
 
 import kvexport
-from kvexport.engine.completion import Completion
 from kvexport.engine.turns import Turns
-from kvexport.errors import KvexportError, UsageError
-from kvexport.language.chat import ChatTemplate
+from kvexport.errors import UsageError
 
 PROMPTS = ["abcdefgh", "hgfedcba" * 4, "a", "xyz" * 9]
 
@@ -57,73 +54,6 @@ def test_turns_are_taken_in_order_and_may_nest() -> None:
     for thread in threads:
         thread.join()
     assert order == [0, 1, 2, 3, 4] and turns._owner is None
-
-
-def test_tasks_share_an_engine(tiny_artifact: Path, alone: list[list[int]]) -> None:
-    async def main() -> list[list[int]]:
-        async with kvexport.AsyncEngine(kvexport.load(tiny_artifact)) as engine:
-            answers = await asyncio.gather(*(engine.agenerate(prompt, max_tokens=30) for prompt in PROMPTS))
-            streamed = [token.id async for token in engine.astream(PROMPTS[0], max_tokens=30)]
-            assert streamed == answers[0].token_ids
-            return [answer.token_ids for answer in answers]
-
-    assert asyncio.run(main()) == alone
-
-
-def test_a_conversation_is_answered_as_by_chat(tiny_artifact: Path) -> None:
-    messages, engine = [{"role": "user", "content": "abc"}], kvexport.load(tiny_artifact)
-    engine.__dict__["chat_template"] = ChatTemplate({"default": "{{ messages[0].content }}"}, {}, "here")
-    expected = engine.chat(messages, max_tokens=9)
-
-    async def main() -> Completion:
-        async with kvexport.AsyncEngine(engine) as tasks:
-            return await tasks.achat(messages, max_tokens=9)
-
-    assert asyncio.run(main()).token_ids == expected.token_ids
-
-
-def test_a_stream_that_is_left_and_a_task_that_is_cancelled_free_their_lanes(tiny_artifact: Path) -> None:
-    async def main() -> None:
-        async with kvexport.AsyncEngine(kvexport.load(tiny_artifact)) as engine:
-            stream = engine.astream("abc", max_tokens=400)
-            await anext(stream)
-            await stream.aclose()
-            task = asyncio.ensure_future(engine.agenerate("abc", max_tokens=400))
-            await asyncio.sleep(0.02)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            while engine.engine.busy:
-                await asyncio.sleep(0.001)
-            assert not engine._queues
-
-    asyncio.run(asyncio.wait_for(main(), 60))
-
-
-def test_errors_reach_the_task(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with kvexport.AsyncEngine(kvexport.load(tiny_artifact)) as engine:
-            with pytest.raises(UsageError, match="the prompt is empty"):
-                await engine.agenerate([])
-            monkeypatch.setattr(engine.engine._calls, "decode", lambda *_, **__: 1 // 0)
-            with pytest.raises(ZeroDivisionError):
-                await engine.agenerate("abc")
-            monkeypatch.undo()
-            assert (await engine.agenerate("abc", max_tokens=3)).finish_reason == "length"
-
-    asyncio.run(asyncio.wait_for(main(), 60))
-
-
-def test_closing_ends_running_requests(tiny_artifact: Path) -> None:
-    async def main() -> None:
-        engine = kvexport.AsyncEngine(kvexport.load(tiny_artifact))
-        task = asyncio.ensure_future(engine.agenerate("abc", max_tokens=400))
-        await asyncio.sleep(0.02)
-        await engine.aclose()
-        with pytest.raises(KvexportError, match="closed"):
-            await task
-
-    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_a_closed_engine_refuses_requests(tiny_artifact: Path) -> None:

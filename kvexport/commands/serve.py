@@ -160,8 +160,8 @@ def serve(
     """Serve a model or an artifact over HTTP: OpenAI's and Anthropic's routes under /v1.
 
     The server first prints on stderr how much memory it may take, and prints its address on stdout when it is ready.
-    After SIGTERM or an interrupt, running requests may end. `kvexport docs tasks/serve` describes routes, limits,
-    metrics and security.
+    After SIGTERM or an interrupt, the server finishes the running requests first. `kvexport docs tasks/serve` describes
+    routes, limits, metrics and security.
 
     Example: kvexport serve Qwen/Qwen3-0.6B --budget 1024
     """

@@ -153,12 +153,7 @@ def test_heavy_packages_are_imported_where_they_are_needed(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "root",
-    [
-        "kvexport.engine.engine",
-        "kvexport.serve.app",
-        *sorted(f"kvexport.backends.{n}.backend" for n in names()),
-    ],
+    "root", ["kvexport.engine.engine", "kvexport.serve.app", *sorted(f"kvexport.backends.{n}.backend" for n in names())]
 )
 def test_running_an_artifact_imports_no_module_of_the_build(root: str) -> None:
     graph = package_graph()

@@ -147,10 +147,7 @@ def _rank(adapter: AdapterFiles, manifest: Manifest) -> int:
 
 
 def _fill(
-    tensors: Mapping[str, NDArray[Any]],
-    adapter: AdapterFiles,
-    rows: range,
-    targets: Mapping[str, tuple[int, int]],
+    tensors: Mapping[str, NDArray[Any]], adapter: AdapterFiles, rows: range, targets: Mapping[str, tuple[int, int]]
 ) -> None:
     for module, (first, second) in adapter.pairs.items():
         name = matching_name(module, targets)

@@ -57,10 +57,7 @@ def relative_cost(
 
 
 def curves_of(
-    cost: NDArray[np.float64],
-    budgets: Sequence[int] | NDArray[np.int64],
-    least: int,
-    most: int | NDArray[np.int64],
+    cost: NDArray[np.float64], budgets: Sequence[int] | NDArray[np.int64], least: int, most: int | NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """Return the loss by evictions [n, slots] of n KV heads or layers, for each number of slots from `least` on.
 

@@ -260,10 +260,7 @@ def _require_caches_read(recipe: Recipe, readers: Mapping[int, int]) -> None:
             f"--set backend.name={default()}",
         )
     if (device := getattr(recipe.backend, "device", "cpu")) != "cpu":
-        raise UsageError(
-            f"backend.device is {device}, which is not supported where {why}",
-            "--set backend.device=cpu",
-        )
+        raise UsageError(f"backend.device is {device}, which is not supported where {why}", "--set backend.device=cpu")
 
 
 def _require_no_merges(recipe: Recipe, caches: Sequence[LayerCache], method: Method) -> None:
@@ -314,8 +311,7 @@ def _require_plain(recipe: Recipe, geometry: Sequence[LayerGeometry], plan: Cach
                 budget = (most - beyond) * recipe.budget // max(cache.budget)
                 fix = f"--set cache.budget={budget}, or {fix}"
             raise UsageError(
-                f"the indexer of layer {number} would pick only {most} of the {slots} slots of its cache{parts}",
-                fix,
+                f"the indexer of layer {number} would pick only {most} of the {slots} slots of its cache{parts}", fix
             )
 
 

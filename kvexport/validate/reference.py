@@ -91,11 +91,7 @@ class TorchReference:
             return self.decode(feed)
 
     @torch.no_grad()
-    def decode(
-        self,
-        feed: Mapping[str, NDArray[Any]],
-        hidden: dict[int, NDArray[Any]] | None = None,
-    ) -> Arrays:
+    def decode(self, feed: Mapping[str, NDArray[Any]], hidden: dict[int, NDArray[Any]] | None = None) -> Arrays:
         """Compute the decoder in PyTorch, with the inputs and outputs of decoder.onnx.
 
         Args:

@@ -19,17 +19,7 @@ def sections(result: ValidationResult) -> list[Section]:
             (m.layer, m.step, m.phase, m.tensor, m.lane, m.head, m.slot, m.largest, m.allowed)
             for m in result.mismatches
         ]
-        heads = (
-            "layer",
-            "call",
-            "phase",
-            "tensor",
-            "lane",
-            "head",
-            "slot or token",
-            "difference",
-            "allowed",
-        )
+        heads = ("layer", "call", "phase", "tensor", "lane", "head", "slot or token", "difference", "allowed")
         sections.append(Table(f"Differences, the first {len(rows)} of {result.mismatched}", heads, rows))
     if result.flips:
         names = ("layer", "step", "lane", "head", "slot", "tensor", "difference", "roundings")

@@ -288,27 +288,10 @@ def test_validate_reports_and_exits_with_4_on_a_mismatch(
 
     monkeypatch.setattr("kvexport.validate.runner.validate_artifact", compare)
     monkeypatch.setattr("kvexport.validate.sections.sections", sections)
-    result = run(
-        "validate",
-        "x",
-        "--batch",
-        2,
-        "--length",
-        99,
-        "--seed",
-        4,
-        "--checkpoint",
-        "there",
-    )
+    result = run("validate", "x", "--batch", 2, "--length", 99, "--seed", 4, "--checkpoint", "there")
     arguments_seen.pop("progress")
     assert arguments_seen.pop("backend") is None
-    assert arguments_seen == {
-        "path": Path("x"),
-        "batch": 2,
-        "length": 99,
-        "seed": 4,
-        "checkpoint": "there",
-    }
+    assert arguments_seen == {"path": Path("x"), "batch": 2, "length": 99, "seed": 4, "checkpoint": "there"}
     assert result.exit_code == (0 if outcome.passed else 4)
     assert f"passed: {outcome.passed}" in result.stdout
     assert outcome.problem in result.stderr and f"warning: {outcome.warning}\n" in result.stderr

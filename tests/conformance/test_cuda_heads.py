@@ -13,14 +13,7 @@ import pytest
 
 from kvexport.methods.slots import Statistic
 from kvexport.ops.vote_attention import VoteAttentionAttributes
-from tests.conformance.cuda_library import (
-    COUNTER_BYTES,
-    TYPES,
-    Caller,
-    HostMemory,
-    host_list,
-    vote_attention_call,
-)
+from tests.conformance.cuda_library import COUNTER_BYTES, TYPES, Caller, HostMemory, host_list, vote_attention_call
 from tests.conformance.quantized import BITS, small
 from tests.conformance.test_cuda_on_host import BOTH, ORDERS, compare, inputs_of, set_host
 from tests.conformance.test_cuda_on_host import caller as caller  # the fixture

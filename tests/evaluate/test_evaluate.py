@@ -20,11 +20,7 @@ LENGTH = 192
 
 SETTINGS = ["export.prefill_chunk=16"]
 OPTIONS = Options(
-    methods=("streaming",),
-    budgets=(32, 256),
-    tasks=("needle", "duplicates", "text"),
-    samples=10,
-    length=LENGTH,
+    methods=("streaming",), budgets=(32, 256), tasks=("needle", "duplicates", "text"), samples=10, length=LENGTH
 )
 
 
@@ -109,31 +105,13 @@ def test_the_command_measures_the_requested_settings_and_prints_all_results(
         "--samples",
         "5",
     ]
-    arguments += [
-        "--length",
-        "64",
-        "--seed",
-        "7",
-        "--batch",
-        "3",
-        "--text",
-        f"{tmp_path}/book.txt",
-    ]
+    arguments += ["--length", "64", "--seed", "7", "--batch", "3", "--text", f"{tmp_path}/book.txt"]
     result = CliRunner().invoke(app, ["eval", "--recipe", "tiny-base", "--set", "cache.sinks=2", "--json", *arguments])
     assert result.exit_code == 0, result.output
     name, overrides, options, *_ = calls
     assert (name, overrides) == ("tiny-base", ["cache.sinks=2"])
     methods, budgets = ("streaming", "keepkv:threshold=0.7"), (0.25, 64.0)
-    assert options == Options(
-        methods,
-        budgets,
-        ("needle", "text"),
-        5,
-        64,
-        7,
-        3,
-        source="Once upon a time",
-    )
+    assert options == Options(methods, budgets, ("needle", "text"), 5, 64, 7, 3, source="Once upon a time")
     data = json.loads(result.stdout)
     assert [r["slots"] for r in data["results"]] == [32, 256]
     assert data["full"]["scores"]["needle"]["accuracy"]["count"] == 30

@@ -322,11 +322,7 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers: Seq
                 inputs,
                 shapes,
                 translations,
-                input_names=[
-                    *("input_ids", "query_length", "past_length"),
-                    *images,
-                    *(x.past(i) for i, x in tensors),
-                ],
+                input_names=[*("input_ids", "query_length", "past_length"), *images, *(x.past(i) for i, x in tensors)],
                 output_names=["logits", "present_length", *(x.present(i) for i, x in tensors)],
             )
     except UsageError:

@@ -142,12 +142,7 @@ class PassThroughCache(Cache):
 
 
 def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    **options: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
     output = attend(module, query, key, value, {**options, "attention_mask": attention_mask}).transpose(1, 2)
     # The output is contiguous, as that of transformers' own functions is: some models take views of it.

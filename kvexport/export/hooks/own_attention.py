@@ -154,9 +154,6 @@ OWN: dict[str, dict[str, tuple[str, Any]]] = {
     "gptj": {"GPTJAttention": ("_attn", _attn)},
     "mpt": {"MptAttention": ("forward", _mpt)},
     "openai-gpt": {"Attention": ("_attn", _openai)},
-    "xglm": {
-        "XGLMAttention": ("forward", _xglm),
-        "XGLMSinusoidalPositionalEmbedding": ("forward", _xglm_positions),
-    },
+    "xglm": {"XGLMAttention": ("forward", _xglm), "XGLMSinusoidalPositionalEmbedding": ("forward", _xglm_positions)},
 }
 """For each model type, by the class of a module: the method that is replaced, and what replaces it."""

@@ -429,11 +429,7 @@ _PER_LAYER = {
 _HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 _CHOSEN = {"num_experts_per_tok": "expert_used_count"}
 _LOCAL = {**_CHOSEN, "num_local_experts": "expert_count"}
-_EXPERTS = {
-    **_CHOSEN,
-    "num_experts": "expert_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-}
+_EXPERTS = {**_CHOSEN, "num_experts": "expert_count", "moe_intermediate_size": "expert_feed_forward_length"}
 _WITH_SHARED = {**_EXPERTS, "shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
 _DEEPSEEK = {
     **_CHOSEN,
@@ -545,9 +541,7 @@ ARCHITECTURES = {
     "ernie4_5": Architecture("ernie4_5", _LLAMA),
     "seed_oss": Architecture("seed_oss", {**_SECOND_NORM, **_MLP}, present={"attention_bias": "attn_q.bias"}),
     "hunyuan-dense": Architecture(
-        "hunyuan_v1_dense",
-        {**_LLAMA, **_HUNYUAN_NORMS},
-        present={"attention_bias": "attn_q.bias"},
+        "hunyuan_v1_dense", {**_LLAMA, **_HUNYUAN_NORMS}, present={"attention_bias": "attn_q.bias"}
     ),
     "hunyuan-moe": Architecture(
         "hunyuan_v1_moe",
@@ -616,11 +610,7 @@ ARCHITECTURES = {
     "gpt-oss": Architecture(
         "gpt_oss",
         {**_SECOND_NORM, **_ROUTED, "attn_sinks": "self_attn.sinks", "ffn_gate_inp": "mlp.router"},
-        {
-            **_LOCAL,
-            "intermediate_size": "expert_feed_forward_length",
-            "sliding_window": "attention.sliding_window",
-        },
+        {**_LOCAL, "intermediate_size": "expert_feed_forward_length", "sliding_window": "attention.sliding_window"},
         {"attention_bias": True},
         config=_gpt_oss,
     ),
@@ -659,10 +649,7 @@ ARCHITECTURES = {
         partial=True,
     ),
     "dots1": Architecture(
-        "dots1",
-        {**_NAMES, **_HEAD_NORMS, **_SHARED_EXPERTS},
-        _DEEPSEEK,
-        {"n_group": 1, "topk_group": 1},
+        "dots1", {**_NAMES, **_HEAD_NORMS, **_SHARED_EXPERTS}, _DEEPSEEK, {"n_group": 1, "topk_group": 1}
     ),
     "ernie4_5-moe": Architecture(
         "ernie4_5_moe",
@@ -733,20 +720,10 @@ ARCHITECTURES = {
         norm="norm_epsilon",
     ),
     "nemotron": Architecture(
-        "nemotron",
-        {**_NAMES, **_UP_DOWN},
-        fixed={"hidden_act": "relu2"},
-        norm="norm_eps",
-        shifted=True,
-        partial=True,
+        "nemotron", {**_NAMES, **_UP_DOWN}, fixed={"hidden_act": "relu2"}, norm="norm_eps", shifted=True, partial=True
     ),
     "gpt2": Architecture(
-        "gpt2",
-        _GPT2,
-        _GPT2_SIZES,
-        norm="layer_norm_epsilon",
-        layers="transformer.h",
-        transposed=True,
+        "gpt2", _GPT2, _GPT2_SIZES, norm="layer_norm_epsilon", layers="transformer.h", transposed=True
     ),
     "starcoder": Architecture(
         "gpt_bigcode",
@@ -780,13 +757,7 @@ ARCHITECTURES = {
     "jais2": Architecture("jais2", {**_NAMES, **_UP_DOWN}, fixed={"hidden_act": "relu2"}, norm="layer_norm_eps"),
     "apertus": Architecture(
         "apertus",
-        {
-            **_NAMES,
-            **_HEAD_NORMS,
-            **_UP_DOWN,
-            "attn_norm": "attention_layernorm",
-            "ffn_norm": "feedforward_layernorm",
-        },
+        {**_NAMES, **_HEAD_NORMS, **_UP_DOWN, "attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
         fixed={"hidden_act": "xielu"},
         present={"attention_bias": "attn_q.bias"},
         numbers={"mlp.act_fn.alpha_p": (1,), "mlp.act_fn.alpha_n": (1,), "mlp.act_fn.beta": (), "mlp.act_fn.eps": ()},
@@ -911,12 +882,7 @@ ARCHITECTURES = {
         config=lambda meta, _: _windows(meta),
     ),
     "lfm2": Architecture(
-        "lfm2",
-        _LFM2,
-        _CONV,
-        {"conv_bias": False, "block_auto_adjust_ff_dim": False},
-        norm="norm_eps",
-        config=_lfm2,
+        "lfm2", _LFM2, _CONV, {"conv_bias": False, "block_auto_adjust_ff_dim": False}, norm="norm_eps", config=_lfm2
     ),
     "lfm2moe": Architecture(
         "lfm2_moe",

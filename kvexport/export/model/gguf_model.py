@@ -68,10 +68,7 @@ _ENCODER = ("the encoder of images or sounds for a model", "kvexport build MODEL
 _NO_MODELS = {
     "mmproj": _ENCODER,
     "clip": _ENCODER,
-    "adapter": (
-        "a LoRA adapter for a model",
-        "the model's own file with --set adapters.count=1, and PEFT's adapter",
-    ),
+    "adapter": ("a LoRA adapter for a model", "the model's own file with --set adapters.count=1, and PEFT's adapter"),
     "imatrix": ("an importance matrix, by which llama.cpp rounds a model", "take the model's own file"),
 }
 MOST_LAYERS = 1024

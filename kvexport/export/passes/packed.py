@@ -121,12 +121,7 @@ def _order_input(
 
 class _Putter:
     def __init__(
-        self,
-        graph: ir.Graph,
-        name: str,
-        shape: tuple[int, int],
-        packing: PackedFormat,
-        dtype: ir.DataType,
+        self, graph: ir.Graph, name: str, shape: tuple[int, int], packing: PackedFormat, dtype: ir.DataType
     ) -> None:
         self.graph, self.name, self.shape, self.packing, self.dtype = graph, name, shape, packing, dtype
         self.components = packing.tensors(*shape)

@@ -24,12 +24,7 @@ from kvexport.errors import UsageError
 from kvexport.export.model.tensors import Source
 from kvexport.export.weights.computed import ComputedSpec, component_blocks, component_name
 from kvexport.files import sync
-from kvexport.tensor_files.casting import (
-    WANTED,
-    Dtype,
-    cast_blocks,
-    require_float,
-)
+from kvexport.tensor_files.casting import WANTED, Dtype, cast_blocks, require_float
 from kvexport.tensor_files.shards import TensorEntry
 
 DATA_FILE = "decoder.weights"

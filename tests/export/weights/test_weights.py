@@ -17,14 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from kvexport.errors import UsageError
 from kvexport.export.model.checkpoint import read_checkpoint
-from kvexport.export.weights.write import (
-    Location,
-    SharedWeights,
-    TensorSpec,
-    link_shared,
-    total_bytes,
-    write_weights,
-)
+from kvexport.export.weights.write import Location, SharedWeights, TensorSpec, link_shared, total_bytes, write_weights
 from kvexport.tensor_files.casting import load_tensor
 from kvexport.tensor_files.shards import TensorEntry
 

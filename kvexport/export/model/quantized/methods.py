@@ -38,10 +38,7 @@ def quantization_of(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] 
             section = section or candidate.get("quantization_config") or candidate.get("compression_config")
     if not section and (file := path / MODELOPT_FILE).is_file():
         try:
-            section = {
-                "quant_method": "modelopt",
-                **json.loads(file.read_text(encoding="utf-8"))["quantization"],
-            }
+            section = {"quant_method": "modelopt", **json.loads(file.read_text(encoding="utf-8"))["quantization"]}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 f"{file} cannot be read: {type(error).__name__}: {error}", f"download {file.name} again"

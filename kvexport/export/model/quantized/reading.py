@@ -93,8 +93,7 @@ def groups_in_order(entry: TensorEntry, group: int) -> NDArray[np.int64] | None:
     order = np.argsort(groups, kind="stable").astype(np.int64)
     if not np.array_equal(groups[order], expected):
         raise UsageError(
-            f"tensor {entry.name!r} in {entry.file} puts inputs into groups that are not all of {group}",
-            AGAIN,
+            f"tensor {entry.name!r} in {entry.file} puts inputs into groups that are not all of {group}", AGAIN
         )
     return order
 

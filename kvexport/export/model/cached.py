@@ -34,10 +34,7 @@ def is_complete(folder: Path, last: str = COMPLETE) -> bool:
 
 
 def write_once(folder: Path, what: str, fill: Callable[[Path, Path], None], need: str, *, last: str = COMPLETE) -> Path:
-    """Return the cache folder `folder`; if it does not exist yet, write it by ``fill(folder, work)``.
-
-    The folder is complete or absent, even if the process is killed.
-    """
+    """Return the cache folder `folder`; if it is not there, write it by ``fill(folder, work)``, whole or not at all."""
     if is_complete(folder, last):
         return folder
     try:

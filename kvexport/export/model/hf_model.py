@@ -98,7 +98,6 @@ def hook_modules(model: Any) -> None:
 
 
 def attention_by_part(config: Any, attention: str) -> Any:
-    """Return a setting that uses `attention` for the text decoder, and the default for encoders."""
     if attention == IMPLEMENTATION and config.model_type in OWN:
         return "eager"
     text = config.get_text_config()
@@ -108,13 +107,11 @@ def attention_by_part(config: Any, attention: str) -> Any:
 
 
 def auto_class(config: Any) -> Any:
-    """Return the auto class of transformers for a config's decoder, which may be a part of a model with images."""
     of_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in _WITH_IMAGES
     return AutoModelForCausalLM if of_text else AutoModelForImageTextToText
 
 
 def decoder_class(config: Any) -> Any:
-    """Return the class of transformers for a config's decoder; None if transformers has no such decoder."""
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if type(config) in mapping:
             return mapping[type(config)]
@@ -212,7 +209,6 @@ def _depends_on_length(rope_type: str) -> bool:
 
 
 def length_notes(config: Any, max_length: int) -> list[str]:
-    """Return notes on fixed rotary frequencies, by which shorter sequences differ from transformers."""
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     notes = []
     for rope in [parameters, *(p for p in parameters.values() if isinstance(p, dict))]:
@@ -226,5 +222,4 @@ def length_notes(config: Any, max_length: int) -> list[str]:
 
 
 def is_composite(config: Any) -> bool:
-    """Return whether a config describes more than a text decoder, such as an image encoder."""
     return config.get_text_config() is not config

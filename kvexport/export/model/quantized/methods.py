@@ -16,15 +16,9 @@ from kvexport.export.model.quantized.rows import read_compressed, read_float8
 
 MODELOPT_FILE = "hf_quant_config.json"
 _READERS = {
-    "gptq": read_columns,
-    "awq": read_columns,
-    "compressed-tensors": read_compressed,
-    "fp8": read_float8,
-    "modelopt fp8": read_float8,
-    "modelopt nvfp4": read_nvfp4,
-    "bitsandbytes": read_bitsandbytes,
-    "mxfp4": read_mxfp4,
-}
+    "gptq": read_columns, "awq": read_columns, "compressed-tensors": read_compressed, "fp8": read_float8,
+    "modelopt fp8": read_float8, "modelopt nvfp4": read_nvfp4, "bitsandbytes": read_bitsandbytes, "mxfp4": read_mxfp4,
+}  # fmt: skip
 
 
 def quantization_of(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:

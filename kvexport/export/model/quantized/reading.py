@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
 from kvexport.export.model.tensors import Source
+from kvexport.ops.packed import pack
 from kvexport.tensor_files.casting import read_blocks, shrunk
 from kvexport.tensor_files.shards import TensorEntry
 
@@ -80,6 +81,18 @@ def halves(stored: Array) -> NDArray[np.uint8]:
     numbers = np.empty((*stored.shape[:-1], stored.shape[-1] * 2), np.uint8)
     numbers[..., 0::2], numbers[..., 1::2] = stored & 15, stored >> 4
     return numbers
+
+
+def packed_block(
+    stored: Array, bits: int, order: Array | None, parts: dict[str, Array], *, flipped: bool
+) -> dict[str, Array]:
+    """Return a block of packed rows with its scales; with `flipped`, the upper bit of each code is inverted."""
+    if flipped:
+        stored = stored ^ np.uint8(0x88 if bits == 4 else 0x80)
+    if order is None:
+        return {"weight": stored, **parts}
+    numbers = halves(stored) if bits == 4 else stored
+    return {"weight": pack(numbers[:, order], bits), **parts, "order": order}
 
 
 def groups_in_order(entry: TensorEntry, group: int) -> NDArray[np.int64] | None:

@@ -67,10 +67,7 @@ def compressed_attention(
 
 
 def native_opener(cache: LayerCache, method: Method) -> NodeOpener | None:
-    """Return a function that opens native operators for a layer's cache; None if PyTorch must compute the layer.
-
-    Native operators are used only for float32 caches without extra state.
-    """
+    """Return an opener of native operators, which take float32 caches without extra state; None for PyTorch."""
     if len(cache.state) != 5 or not {str(dtype) for dtype in cache.dtypes().values()} <= {"float32", "int32"}:
         return None
     openers = (backend.node_opener(("VoteAttention", "MergeCache"), method) for backend in backends.all_backends())
@@ -87,7 +84,6 @@ def _run(session: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @lru_cache(maxsize=64)
 def _session(attributes: VoteAttentionAttributes | tuple[MergeCacheAttributes, ...], opener: NodeOpener) -> Any:
-    """Return a session of one node: a VoteAttention, or a MergeCache if `attributes` has an entry for each KV head."""
     import torch
     from onnx import TensorProto, helper
 

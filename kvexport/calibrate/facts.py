@@ -18,19 +18,9 @@ from kvexport.language.tokenizer import FILE_NAME, Tokenizer
 
 FACTS = 6  # facts in a passage; one question is asked about each
 THINGS = [
-    "library",
-    "kitchen",
-    "garden",
-    "bank",
-    "museum",
-    "hospital",
-    "school",
-    "church",
-    "theatre",
-    "station",
-    "airport",
+    "library", "kitchen", "garden", "bank", "museum", "hospital", "school", "church", "theatre", "station", "airport",
     "factory",
-]
+]  # fmt: skip
 
 
 def language_of_folder(checkpoint: Path) -> Language:
@@ -88,7 +78,6 @@ def passage_ids(
 
 
 def asked_and_answered(passage: Ids, questions: Sequence[tuple[Ids, Ids]]) -> Sample:
-    """Return a passage, followed by questions with their answers; only the tokens of the answers are evaluated."""
     ids, counted = list(passage), list[int]()
     for question, answer in questions:
         ids += question

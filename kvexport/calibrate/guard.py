@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 
 def divergence(recipe: Recipe, shape: ModelShape, ids: Ids, slots: int, device: str) -> Divergence:
-    """Return how far the recipe's KV cache, and a cache that only drops entries, are from the full cache on one text.
-
-    The distances are mean KL divergences of predictions in nats, over the second half of the text.
-    """
+    """Return how far the recipe's cache, and one that drops, are from the full one: KL over half a text."""
     import torch
 
     base = sized(recipe, len(ids), slots).model_dump(mode="json")
@@ -46,8 +43,6 @@ def divergence(recipe: Recipe, shape: ModelShape, ids: Ids, slots: int, device: 
 
 
 class CompressedAttention:
-    """Attention over KV caches with the shapes of a cache plan, which are compressed after every chunk of a text."""
-
     def __init__(self, plan: CachePlan, geometry: Sequence[LayerGeometry], method: Method, chunk: int) -> None:
         self.plan, self.geometry, self.method, self.chunk = plan, geometry, method, chunk
 

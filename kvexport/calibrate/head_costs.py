@@ -116,7 +116,6 @@ class FullAttention:
         self.sink_logits: Tensor | None = None
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        """Return causal attention [1, Hq, T, Dv] over all positions in the layer's window, and store its tensors."""
         import torch
         from torch.nn.functional import scaled_dot_product_attention
 

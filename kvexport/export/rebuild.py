@@ -34,10 +34,7 @@ def rebuild(
     *,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> Path:
-    """Let the recipe's backend prepare a copy of an artifact for this machine; the ONNX graphs stay unchanged.
-
-    The preparation needs the package onnx, but neither torch nor the checkpoint.
-    """
+    """Let the recipe's backend prepare a copy of an artifact; this needs onnx, but neither torch nor the checkpoint."""
     manifest = load_manifest(source)
     recipe = _with_backend(manifest.recipe, overrides)
     backend = backends.get(recipe.backend.name)

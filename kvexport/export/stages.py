@@ -228,7 +228,6 @@ def describe(
 
 
 def _merge_bytes(plan: CachePlan, method: Any) -> bytes:
-    """Return the merge graph (merge.onnx) as bytes; no bytes if no layer merges."""
     model = merge_model(plan, method)
     return b"" if model is None else model.SerializeToString()
 

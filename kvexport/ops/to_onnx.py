@@ -68,16 +68,10 @@ def _translate(exported: ExportedProgram, translations: Mapping[Any, Any], names
     aten: Any = torch.ops.aten
     # Operators that torch.onnx translates only after decomposition.
     added: dict[Any, Any] = {
-        aten.to.dtype: _to_dtype,
-        aten.to.device: _to_device,
-        aten.to.dtype_layout: _to_layout,
-        aten.rsub.Scalar: _from_scalar,
-        aten.__and__.Tensor: _and,
-        aten.__or__.Tensor: _or,
-        aten.min.other: _least,
-        aten.square.default: _square,
-        aten.erfinv.default: _erfinv,
-    }
+        aten.to.dtype: _to_dtype, aten.to.device: _to_device, aten.to.dtype_layout: _to_layout,
+        aten.rsub.Scalar: _from_scalar, aten.__and__.Tensor: _and, aten.__or__.Tensor: _or, aten.min.other: _least,
+        aten.square.default: _square, aten.erfinv.default: _erfinv,
+    }  # fmt: skip
     program = torch.onnx.export(
         exported,
         dynamo=True,

@@ -60,8 +60,6 @@ class ServerMemory:
 
 @dataclass(frozen=True)
 class Fit:
-    """How many sequences, or which cache budget, fit into a given memory beside the weights."""
-
     memory: int  # memory in bytes
     sequences: int  # number of the recipe's sequences that fit
     # Largest uniform budget, in slots of a layer, with which max_batch sequences fit. None if no budget fits, or if the
@@ -96,7 +94,6 @@ class MemoryPlan:
 
     @property
     def settled_bytes(self) -> int:
-        """The bytes of a sequence's KV caches that are in use after its prompt has been read and compressed."""
         return state_bytes(self.recipe, settled_plan(self.recipe, self.cache))
 
     @property
@@ -105,24 +102,18 @@ class MemoryPlan:
 
     @property
     def server(self) -> ServerMemory:
-        """The largest memory that `kvexport serve` needs with its default limits for prompt prefixes and sessions."""
         images = KEPT_ROWS if self.image_bytes else 0
         weights = self.weight_bytes + self.image_bytes
         return ServerMemory(weights, self.batch_bytes, adapters=self.adapter_bytes, images=images)
 
     @property
     def fixed_bytes(self) -> int:
-        """The bytes of all but KV caches: weights, adapters, and activations on a GPU or the program on the CPU."""
         if self.arena_bytes:
             return self.weight_bytes + self.image_bytes + self.adapter_bytes + self.arena_bytes
         return replace(self.server, state=0, prefixes=0, sessions=0, images=0).total
 
     @property
     def ratio(self) -> float | None:
-        """The bytes of a full KV cache divided by the bytes of the recipe's cache, for one sequence of full length.
-
-        Above 1 the recipe saves memory. The ratio is None if the length is unlimited.
-        """
         return None if self.full_bytes is None else self.full_bytes / self.sequence_bytes
 
     @property
@@ -210,7 +201,6 @@ class MemoryPlan:
         }
 
     def sections(self, fit: Fit | None = None) -> list[Section]:
-        """Return the report on the memory that a recipe needs; with `fit`, also what fits into a given memory."""
         recipe, batch = self.recipe, self.recipe.limits.max_batch
         total = self.weight_bytes + self.image_bytes + self.adapter_bytes + self.arena_bytes + self.batch_bytes
         counted = ", image encoder" * bool(self.image_bytes) + ", adapters" * bool(self.adapter_bytes)
@@ -282,18 +272,12 @@ def gpu_bytes(recipe: Recipe, config: Any, itemsize: int) -> int:
 
 
 def full_layer_bytes(layer: LayerGeometry, length: int, itemsize: int) -> int:
-    """Return the bytes of a layer's keys and values of `length` tokens in a full KV cache.
-
-    A layer with a sliding window keeps the last `sliding_window` tokens. A full KV cache has no other state: votes,
-    scores and positions belong to compressed caches.
-    """
     slots = min(length, layer.sliding_window) if layer.sliding_window else length
     size = layer.key_size + (0 if layer.value_in_key else layer.value_size)
     return layer.kv_heads * slots * size * itemsize
 
 
 def layer_groups(cache: CachePlan) -> list[tuple[str, LayerCache, int]]:
-    """Return runs of neighbouring layers with equal KV caches as (layer numbers such as "0-31", one cache, count)."""
     groups = []
     for _, alike in itertools.groupby(enumerate(cache.caches), key=lambda item: item[1]):
         members = list(alike)
@@ -308,7 +292,6 @@ def _of_heads(numbers: Sequence[int]) -> str:
 
 
 def layer_table(cache: CachePlan) -> Table:
-    """Return a table of a model's KV caches, with one row and its bytes for each run of equal neighbouring layers."""
     rows: list[Sequence[str | int]] = []
     for label, layer, count in layer_groups(cache):
         size = str(layer.key_size)
@@ -319,15 +302,9 @@ def layer_table(cache: CachePlan) -> Table:
         budget = _of_heads(layer.budget) if layer.merges else "all"
         window = str(layer.sliding_window or "-")
         shared = (
-            layer.kv_heads,
-            size,
-            window,
-            budget,
-            _of_heads(layer.capacity),
-            layer.sinks,
-            _of_heads(layer.recent),
+            layer.kv_heads, size, window, budget, _of_heads(layer.capacity), layer.sinks, _of_heads(layer.recent),
             format_bytes(count * layer.bytes()),
-        )
+        )  # fmt: skip
         rows.append((label, *shared))
     header = ("layers", "KV heads", "head size", "window", "budget", "capacity", "sinks", "recent", "bytes")
     return Table("Cache of one sequence", header, rows)

@@ -58,7 +58,6 @@ class Flip:
 
     @property
     def right(self) -> bool:
-        """Whether float32 rounding explains that the engine evicted other KV-cache entries than PyTorch."""
         return self.roundings is not None
 
 
@@ -120,11 +119,7 @@ def _explained(
     reference: Arrays,
     tolerance: Tolerance,
 ) -> float | None:
-    """Return how large a rounding error explains a KV head that the engine merged unlike PyTorch; None if none does.
-
-    The result, in roundings of float32, is the size of the random errors with which PyTorch in float64 merges the KV
-    head as the engine did.
-    """
+    """Return the random error, in float32 roundings, with which float64 merges a head as the engine did; or None."""
     head = difference.head or 0
 
     def of_head(tensor: StateTensor, x: NDArray[Any]) -> NDArray[Any]:

@@ -160,11 +160,7 @@ def validate_artifact(
 
 
 def _is_exact(recipe: Recipe, config: Any) -> bool:
-    """Return whether the engine must give the same logits as transformers' own model until an entry is evicted.
-
-    The logits may differ if the KV cache is quantized, if decode steps read only a part of the cache, or if rotary
-    frequencies that depend on the length are fixed.
-    """
+    """Return whether the engine must give transformers' logits until it evicts: unrounded, whole and unscaled."""
     from kvexport.export.model.hf_model import length_notes
 
     rounds, selects = recipe.cache.dtype != "model", recipe.cache.periodic.slots is not None
@@ -181,7 +177,6 @@ def _whole_calls(prefill: list[bool]) -> set[int]:
 
 
 def _memory(manifest: Manifest, parameters: int, batch: int) -> int:
-    """Return about how many bytes a comparison takes: two sessions of the engine, PyTorch's weights, and the caches."""
     weights = parameters * (PACKED_BYTES if manifest.model.packed else np.dtype(manifest.recipe.model.dtype).itemsize)
     return TORCH_BYTES + 2 * manifest.bytes + int(weights) + COPIES * manifest.cache.bytes(batch)
 

@@ -34,10 +34,7 @@ _LACKS = {
 
 
 class Cuda:
-    """Wrapper of the CUDA runtime that raises EnvironmentProblem for CUDA's errors.
-
-    Streams and CUDA graphs are objects of the package cuda-bindings.
-    """
+    """The CUDA runtime, with EnvironmentProblem for its errors."""
 
     def __init__(self) -> None:
         try:
@@ -89,10 +86,7 @@ class Cuda:
         self.call("cudaMemsetAsync", target, 0, count, stream)
 
     def capture(self, enqueue: Callable[[], None], stream: Any) -> Any:
-        """Capture the work that `enqueue` puts into `stream`, and return a CUDA graph that is ready to launch.
-
-        Capturing does not run the work.
-        """
+        """Return a CUDA graph of the work that `enqueue` puts into `stream`, which is not run."""
         self.call("cudaStreamBeginCapture", stream, self.api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
         try:
             enqueue()
@@ -162,17 +156,12 @@ class Arena:
         return [*self._layout]
 
     def array(self, name: str, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
-        """Return the host copy of a GPU tensor as an array.
-
-        With a smaller `shape` the array has only the first elements.
-        """
         assert self.host is not None
         offset, full, dtype = self._layout[name]
         shape = full if shape is None else shape
         return self.host[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
     def upload(self, stream: Any, *, begin: str | None = None) -> None:
-        """Enqueue a copy of tensors from the host to the GPU: all tensors, or the tensor `begin` and all after it."""
         assert self.host is not None
         start = 0 if begin is None else self._layout[begin][0]
         self._cuda.copy(self.device + start, self.host.ctypes.data + start, self.nbytes - start, stream)

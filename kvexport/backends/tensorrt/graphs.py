@@ -31,10 +31,7 @@ REFUSED = {"Experts": "a mixture of experts", "LinearAttention": "layers with re
 def for_tensorrt(
     model: onnx.ModelProto, refusal: Callable[[onnx.NodeProto], str | None]
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
-    """Return an ONNX graph converted for TensorRT's parser, and for each operator why it is no plugin.
-
-    The reason is "" for an operator that runs as a plugin.
-    """
+    """Return an ONNX graph for TensorRT's parser, and for each operator why it is no plugin ("" if it is one)."""
     import onnx
     from onnx import inliner
 
@@ -113,6 +110,5 @@ def refused_operator(op_type: str) -> tuple[str, str]:
 
 
 def operators_of(whys: Mapping[str, str], has_merge: bool) -> dict[str, str | None]:
-    """Return how TensorRT runs each operator, for the manifest; None for MergeCache if no KV cache is merged."""
     result: dict[str, str | None] = {name: "function" if whys.get(name) else "plugin" for name in OPERATORS}
     return result if has_merge else {**result, "MergeCache": None}

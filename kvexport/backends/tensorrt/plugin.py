@@ -27,10 +27,6 @@ BUILD = (
 
 
 def library() -> Path | None:
-    """Return the path of the TensorRT plugin library to register; None if there is none.
-
-    The environment variable KVEXPORT_TENSORRT_PLUGIN names another library, or is ``off``.
-    """
     return libraries.find(VARIABLE, NAME, "tensorrt")
 
 
@@ -39,10 +35,6 @@ def why_no_library() -> tuple[str, str]:
 
 
 def what_building_lacks() -> str | None:
-    """Return what a build of the TensorRT plugins lacks (headers or nvcc), with the command that installs it.
-
-    The result is None if nothing is missing, or if there is no checkout of kvexport to build from.
-    """
     root = checkout()
     if root is None:
         return None

@@ -28,7 +28,6 @@ _expanded: ContextVar[Tensor] = ContextVar("expanded")
 
 
 def note_expansions(model: nn.Module) -> None:
-    """Make a model record the latent vectors that each layer expands, so that `latest_expanded` can return them."""
     for module in model.modules():
         if is_latent(module):
             module.expand_kv = partial(_expand, module.expand_kv)  # type: ignore[assignment]

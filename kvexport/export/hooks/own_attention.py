@@ -146,14 +146,10 @@ def _falcon(
 
 
 OWN: dict[str, dict[str, tuple[str, Any]]] = {
-    "bloom": {"BloomAttention": ("forward", _bloom)},
-    "codegen": {"CodeGenAttention": ("_attn", _attn)},
-    "falcon": {"FalconAttention": ("forward", _falcon)},
-    "gpt_neo": {"GPTNeoSelfAttention": ("_attn", _gpt_neo)},
-    "gpt_neox_japanese": {"GPTNeoXJapaneseAttention": ("_attn", _attn)},
-    "gptj": {"GPTJAttention": ("_attn", _attn)},
-    "mpt": {"MptAttention": ("forward", _mpt)},
-    "openai-gpt": {"Attention": ("_attn", _openai)},
+    "bloom": {"BloomAttention": ("forward", _bloom)}, "codegen": {"CodeGenAttention": ("_attn", _attn)},
+    "falcon": {"FalconAttention": ("forward", _falcon)}, "gpt_neo": {"GPTNeoSelfAttention": ("_attn", _gpt_neo)},
+    "gpt_neox_japanese": {"GPTNeoXJapaneseAttention": ("_attn", _attn)}, "gptj": {"GPTJAttention": ("_attn", _attn)},
+    "mpt": {"MptAttention": ("forward", _mpt)}, "openai-gpt": {"Attention": ("_attn", _openai)},
     "xglm": {"XGLMAttention": ("forward", _xglm), "XGLMSinusoidalPositionalEmbedding": ("forward", _xglm_positions)},
-}
+}  # fmt: skip
 """For each model type, by the class of a module: the method that is replaced, and what replaces it."""

@@ -72,6 +72,5 @@ def check_in_place(model: onnx.ModelProto) -> None:
 
 
 def _reads_safely(writer: onnx.NodeProto, names: set[str]) -> bool:
-    """Return whether a node reads each element of a state tensor before overwriting it, and nothing else of it."""
     rest = writer.input[1:] if writer.op_type.startswith("Scatter") else []
     return writer.op_type in SAFE_WRITERS and names.isdisjoint(rest)

@@ -34,14 +34,9 @@ from kvexport.ops.linear import dequantized, parts_after
 from kvexport.ops.packed import PackedFormat
 
 TYPES = {
-    "int4": ir.DataType.INT4,
-    "uint4": ir.DataType.UINT4,
-    "int8": ir.DataType.INT8,
-    "uint8": ir.DataType.UINT8,
-    "float16": ir.DataType.FLOAT16,
-    "float32": ir.DataType.FLOAT,
-    "int64": ir.DataType.INT64,
-}
+    "int4": ir.DataType.INT4, "uint4": ir.DataType.UINT4, "int8": ir.DataType.INT8, "uint8": ir.DataType.UINT8,
+    "float16": ir.DataType.FLOAT16, "float32": ir.DataType.FLOAT, "int64": ir.DataType.INT64,
+}  # fmt: skip
 ROWS = "rows"
 _PACKED = "kvexport.packed"  # the key of a dequantized value's packed weight in its metadata
 

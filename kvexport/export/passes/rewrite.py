@@ -26,7 +26,6 @@ def at_every_node(rewrite: Callable[[ir.Node], bool]) -> Pass:
 
 
 def run_passes(model: ir.Model, passes: Sequence[Pass]) -> dict[str, int]:
-    """Run passes in order; return how often each applied, by the name of its function."""
     applied: dict[str, int] = {}
     for run in passes:
         applied[run.__name__] = run(model)

@@ -47,7 +47,6 @@ class Rounded:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """The shape of the weight in an artifact: [outputs, inputs], or [experts, outputs, inputs] for experts."""
         whole: tuple[int, ...] = getattr(self.entry, "full_shape", self.entry.shape)
         return whole
 

@@ -488,20 +488,7 @@ def highest(slots: list[Slot], value: Any) -> Slot | None:
 
 
 RULES: dict[str, type[Rule]] = {
-    "streaming": Streaming,
-    "h2o": Rule,
-    "snapkv": SnapKV,
-    "pyramidkv": SnapKV,
-    "pyramidinfer": Rule,
-    "keepkv": KeepKV,
-    "ballot": Ballot,
-    "zeromerge": ZeroMerge,
-    "asymkv": AsymKV,
-    "kvslimmer": KVSlimmer,
-    "random": Random,
-    "cam": CaM,
-    "d2o": D2O,
-    "kvmerger": KVMerger,
-    "grkv": GRKV,
-    "attention_matching": AttentionMatching,
-}
+    "streaming": Streaming, "h2o": Rule, "snapkv": SnapKV, "pyramidkv": SnapKV, "pyramidinfer": Rule, "keepkv": KeepKV,
+    "ballot": Ballot, "zeromerge": ZeroMerge, "asymkv": AsymKV, "kvslimmer": KVSlimmer, "random": Random, "cam": CaM,
+    "d2o": D2O, "kvmerger": KVMerger, "grkv": GRKV, "attention_matching": AttentionMatching,
+}  # fmt: skip

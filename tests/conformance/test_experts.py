@@ -24,14 +24,10 @@ TYPES = {
     "float16": TensorProto.FLOAT16, "float32": TensorProto.FLOAT, "int64": TensorProto.INT64,
 }  # fmt: skip
 FORMS = [
-    ExpertsForm(),
-    ExpertsForm("gelu", bias=1),
-    ExpertsForm("gelu_tanh"),
-    ExpertsForm("relu_squared", gate=0),
-    ExpertsForm("relu", gate=0, bias=1),
-    ExpertsForm("silu", limit=0.5),
+    ExpertsForm(), ExpertsForm("gelu", bias=1), ExpertsForm("gelu_tanh"), ExpertsForm("relu_squared", gate=0),
+    ExpertsForm("relu", gate=0, bias=1), ExpertsForm("silu", limit=0.5),
     ExpertsForm("silu", slope=1.702, limit=0.7, up_offset=1.0, bias=1),
-]
+]  # fmt: skip
 # (type of the integers, `PackedFormat.kind`, type of the scales, group of first, group of down)
 PACKINGS = [
     ("int4", 1, "float16", 32, 32),

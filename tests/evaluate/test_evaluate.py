@@ -96,15 +96,9 @@ def test_the_command_measures_the_requested_settings_and_prints_all_results(
     monkeypatch.setattr("kvexport.evaluate.runner.evaluate", answer)
     (tmp_path / "book.txt").write_text("Once upon a time")
     arguments = [
-        "--methods",
-        "streaming,keepkv:threshold=0.7",
-        "--budgets",
-        "1/4,64",
-        "--tasks",
-        "needle,text",
-        "--samples",
+        "--methods", "streaming,keepkv:threshold=0.7", "--budgets", "1/4,64", "--tasks", "needle,text", "--samples",
         "5",
-    ]
+    ]  # fmt: skip
     arguments += ["--length", "64", "--seed", "7", "--batch", "3", "--text", f"{tmp_path}/book.txt"]
     result = CliRunner().invoke(app, ["eval", "--recipe", "tiny-base", "--set", "cache.sinks=2", "--json", *arguments])
     assert result.exit_code == 0, result.output

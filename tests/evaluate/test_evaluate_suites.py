@@ -95,17 +95,9 @@ def test_a_papers_recipe_is_evaluated_on_a_local_folder(suites: Path, tiny_check
         json.dumps({"extends": "llama2-7b-keepkv", **changes, "cache": {"merge_every": 8}, "backend": {"threads": 1}})
     )
     arguments = [
-        "eval",
-        "--recipe",
-        str(recipe),
-        "--budgets",
-        "0.2",
-        "--methods",
-        "keepkv",
-        "--json",
-        "--ruler",
+        "eval", "--recipe", str(recipe), "--budgets", "0.2", "--methods", "keepkv", "--json", "--ruler",
         str(suites / "ruler"),
-    ]
+    ]  # fmt: skip
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     data: dict[str, Any] = json.loads(result.stdout)

@@ -260,16 +260,8 @@ def test_sentencepiece_merges_the_pair_of_highest_score(tmp_path: Path, tiny_che
     from kvexport.export.model.gguf_model import write_texts
 
     tokens = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        "\u2581",
-        "a",
-        "b",
-        "\u2581a",
-        "ab",
-        *(chr(i) for i in range(ord("c"), ord("c") + 56)),
-    ]
+        "<unk>", "<s>", "</s>", "\u2581", "a", "b", "\u2581a", "ab", *(chr(i) for i in range(ord("c"), ord("c") + 56)),
+    ]  # fmt: skip
     scores = [0.0, 0.0, 0.0, -9.0, -9.0, -9.0, -2.0, -1.0, *(-9.0 for _ in range(56))]
     more = {"model": "llama", "tokens": tokens, "scores": scores, "token_type": [2, 3, 3, *[1] * 61]}
     more |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}

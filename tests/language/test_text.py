@@ -44,18 +44,9 @@ def ids_of_bytes(tokenizer: Tokenizer, data: bytes) -> list[int]:
 def odd_bytes() -> Tokenizer:
     """Return a tokenizer whose byte-level tokens begin and end inside characters, as merges across them give."""
     pieces = [
-        b"\xff",
-        b"a\xff",
-        b"a",
-        b"\xe5",
-        b"\xad",
-        b"\x97",
-        b"\xad\x97\xe5",
-        b"b\xe5\xad",
-        b"\xf0\x9f",
-        b"\x98\x80\xf0\x9f",
-        b"\x98\x80 ",
-    ]
+        b"\xff", b"a\xff", b"a", b"\xe5", b"\xad", b"\x97", b"\xad\x97\xe5", b"b\xe5\xad", b"\xf0\x9f",
+        b"\x98\x80\xf0\x9f", b"\x98\x80 ",
+    ]  # fmt: skip
     inner = tokenizers.Tokenizer(
         models.WordLevel({spelled(piece): i for i, piece in enumerate(pieces)}, unk_token=spelled(b"a"))
     )

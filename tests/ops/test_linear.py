@@ -21,23 +21,15 @@ from tests.support import models
 
 TYPES = {"float16": onnx.TensorProto.FLOAT16, "float32": onnx.TensorProto.FLOAT}
 FORMS = [
-    Form(),
-    Form(bias=(1,)),
-    Form(gate=1),
-    Form(residual=1),
-    Form(output_heads=(2,), bias=(1,)),
-    Form(output_heads=(1,)),
-    Form(input_heads=2, residual=1),
-    Form(input_heads=3, output_heads=(2,), bias=(1,), gate=1, residual=1),
-    Form(norm=1, epsilon=1e-5, gate=1),
+    Form(), Form(bias=(1,)), Form(gate=1), Form(residual=1), Form(output_heads=(2,), bias=(1,)),
+    Form(output_heads=(1,)), Form(input_heads=2, residual=1),
+    Form(input_heads=3, output_heads=(2,), bias=(1,), gate=1, residual=1), Form(norm=1, epsilon=1e-5, gate=1),
     Form(output_heads=(0, 0), bias=(0, 1), rotated=(0, 0)),
     Form(norm=1, epsilon=1e-6, output_heads=(2, 1, 0), bias=(1, 0, 1), rotated=(1, 1, 0)),
-    Form(output_heads=(2, 2), bias=(0, 0), rotated=(0, 1)),
-    Form(adapted=(1,)),
-    Form(input_heads=2, bias=(1,), gate=1, residual=1, adapted=(1, 1)),
-    Form(gate=1, adapted=(0, 1)),
+    Form(output_heads=(2, 2), bias=(0, 0), rotated=(0, 1)), Form(adapted=(1,)),
+    Form(input_heads=2, bias=(1,), gate=1, residual=1, adapted=(1, 1)), Form(gate=1, adapted=(0, 1)),
     Form(norm=1, epsilon=1e-6, output_heads=(2, 1, 0), bias=(1, 0, 1), rotated=(1, 1, 0), adapted=(1, 0, 1)),
-]
+]  # fmt: skip
 RANKS = {"input": 3, "norm": 1, "bias": 1, "residual": 3, "cosine": 3, "sine": 3, "adapter_rows": 3}  # all others: 2
 ADAPTER_ROWS = 13
 
@@ -104,14 +96,9 @@ def meaning(form: Form, input: torch.Tensor, **terms: torch.Tensor) -> list[torc
 # panels of them; sizes that fill no vector, and sizes with many tasks. Inputs are multiples of 6 and outputs of 2, for
 # heads.
 SIZES = [
-    (1, 1, 66, 48),
-    (1, 1, 6, 2),
-    (1, 3, 30, 8),
-    (2, 2, 258, 130),
-    (3, 11, 96, 516),
-    (1, 48, 546, 66),
+    (1, 1, 66, 48), (1, 1, 6, 2), (1, 3, 30, 8), (2, 2, 258, 130), (3, 11, 96, 516), (1, 48, 546, 66),
     (2, 300, 1002, 70),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.overload or "plain")

@@ -88,15 +88,11 @@ CONFIGS: dict[str, Any] = {
 }
 # (parameters of the text part, layers that attend, share of the experts' bytes that a token reads)
 PUBLISHED = {
-    "gpt-oss-20b": (20_914_757_184, 24, 4 / 32),
-    "glm47-flash": (29_943_393_920, 47, 4 / 64),
-    "lfm25-1b": (1_170_340_608, 6, 0),
-    "qwen36-35b-a3b": (34_660_610_688, 10, 8 / 256),
-    "gemma4-26b-a4b": (25_233_141_790, 30, 8 / 128),
-    "gemma4-e4b": (7_463_013_418, 24, 0),
-    "qwen35-4b": (4_205_751_296, 8, 0),
-    "granite4-h-tiny": (6_939_037_248, 4, 6 / 64),
-}
+    "gpt-oss-20b": (20_914_757_184, 24, 4 / 32), "glm47-flash": (29_943_393_920, 47, 4 / 64),
+    "lfm25-1b": (1_170_340_608, 6, 0), "qwen36-35b-a3b": (34_660_610_688, 10, 8 / 256),
+    "gemma4-26b-a4b": (25_233_141_790, 30, 8 / 128), "gemma4-e4b": (7_463_013_418, 24, 0),
+    "qwen35-4b": (4_205_751_296, 8, 0), "granite4-h-tiny": (6_939_037_248, 4, 6 / 64),
+}  # fmt: skip
 
 
 def mxfp4_headers(config: Any, folder: Path) -> None:

@@ -16,18 +16,10 @@ import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-background-networking",
-    "--no-first-run",
-    "--disable-component-update",
-    "--disable-quic",
-    "--disable-sync",
-    "--window-size=1280,900",
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking",
+    "--no-first-run", "--disable-component-update", "--disable-quic", "--disable-sync", "--window-size=1280,900",
     "--remote-debugging-pipe",
-)
+)  # fmt: skip
 
 # The browser reads commands from descriptor 3 and writes answers to descriptor 4.
 LAUNCH = """

@@ -14,17 +14,10 @@ from kvexport.recipe.fields import Recipe
 
 # All families have the same attention shape, so that they share the operators' traced functions.
 SIZES: dict[str, Any] = {
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": None,
+    "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": None,
     "pad_token_id": None,
-}
+}  # fmt: skip
 
 Ids = NDArray[np.int64]
 Logits = NDArray[np.float32]

@@ -75,30 +75,16 @@ def fetch() -> None:
     fresh = FETCHED.with_name(FETCHED.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
     command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--only-binary",
+        sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary",
         ":all:",
-    ]
+    ]  # fmt: skip
     subprocess.run([*command, "--target", str(fresh), *PACKAGES], check=True)
     for name, functions in STUBS.items():
         source = "".join(f"void *{function}(void) {{ return 0; }}\n" for function in functions)
         compiler = [
-            os.environ.get("CC", "cc"),
-            "-shared",
-            "-fPIC",
-            f"-Wl,-soname,{name}",
-            "-o",
-            str(fresh / name),
-            "-x",
-            "c",
+            os.environ.get("CC", "cc"), "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(fresh / name), "-x", "c",
             "-",
-        ]
+        ]  # fmt: skip
         subprocess.run(compiler, input=source, text=True, check=True)
     shutil.rmtree(FETCHED, ignore_errors=True)
     fresh.rename(FETCHED)

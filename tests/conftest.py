@@ -85,7 +85,6 @@ def traces(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a random Llama, built by `make_checkpoint`."""
     return make_checkpoint(tmp_path_factory.mktemp("tiny") / "checkpoint")
 
 
@@ -155,10 +154,7 @@ def no_sync() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[Callable[[], int]]:
-    """Give engines one thread: a second one, woken for every operator, would take the core of another worker.
-
-    The value is the replaced function, which has a test of its own.
-    """
+    """Give engines one thread: a second one, woken for every operator, would take the core of another worker."""
     from kvexport.backends.onnxruntime import backend
 
     threads = backend._threads

@@ -326,7 +326,6 @@ def test_the_fix_changes_the_outcome(
 
 
 def without(command: list[str], options: list[str]) -> list[str]:
-    """Return a command without some options and their values."""
     kept = [*command]
     for option in options:
         if option in kept:

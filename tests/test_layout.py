@@ -109,7 +109,6 @@ def import_graph(paths: dict[str, Path]) -> dict[str, set[str]]:
 
 @cache
 def package_graph() -> dict[str, set[str]]:
-    """Return the imports among all modules of the package."""
     return import_graph({module_of(path): path for path in PACKAGE.rglob("*.py")})
 
 

@@ -115,7 +115,6 @@ for line in sys.stdin:
 
 
 def alternatives() -> str:
-    """Return the backends' names as an error lists them."""
     *others, last = map(repr, sections.names())
     return f"{', '.join(others)} or {last}"
 

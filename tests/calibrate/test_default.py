@@ -42,7 +42,6 @@ def surroundings(cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def budgets(checkpoint: Path, *settings: str, budget: int = 64, calibrate: bool | None = None) -> LoadedRecipe:
-    """Return the recipe of a checkpoint with measured budgets."""
 
     def changed(more: Sequence[str]) -> LoadedRecipe:
         return recipe_for(str(checkpoint), [f"cache.budget={budget}", "limits.max_length=256", *settings, *more])

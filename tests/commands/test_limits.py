@@ -271,15 +271,10 @@ def test_a_cache_larger_than_the_machine_is_refused_before_its_allocation(
     load(tiny_artifact)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("can't start new thread"),
-        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
-        RuntimeError("PosixThread pthread_create failed, error code: 11"),
-        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
-    ],
-)
+@pytest.mark.parametrize("error", [
+    RuntimeError("can't start new thread"), ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+    RuntimeError("PosixThread pthread_create failed, error code: 11"), OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+])  # fmt: skip
 def test_errors_of_libraries_without_memory_are_known(error: Exception) -> None:
     assert lacks_memory(error)
     assert not lacks_memory(RuntimeError("shape mismatch"))

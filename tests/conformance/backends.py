@@ -79,8 +79,6 @@ class Backend(Protocol):
 
 
 class Torch(OfHeads):
-    """The definition of the operators in PyTorch, in float32."""
-
     name = "torch"
 
     def available(self) -> str | None:
@@ -193,7 +191,6 @@ def chosen() -> list[str]:
 
 
 def reached() -> list[Backend]:
-    """Return the chosen backends that this machine can run."""
     return [backend for backend in BACKENDS if backend.name in chosen() and backend.available() is None]
 
 

@@ -67,8 +67,6 @@ PROFILES = [
 
 @dataclass(frozen=True)
 class Scenario:
-    """A ragged batch."""
-
     name: str
     capacity: int
     tokens: int
@@ -161,7 +159,6 @@ class MergeProfile:
         return self.build_method().statistics
 
     def attributes(self, budget: int) -> MergeCacheAttributes:
-        """Return the operator's attributes: two sinks, three recent slots."""
         return MergeCacheAttributes(self.build_method(), budget, SINKS, RECENT, self.sliding_window, self.rotary)
 
 
@@ -235,8 +232,6 @@ MERGE_PROFILES += [
 
 @dataclass(frozen=True)
 class MergeScenario:
-    """A batch of caches to merge."""
-
     name: str
     capacity: int
     budget: int

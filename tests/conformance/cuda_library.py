@@ -115,8 +115,6 @@ class HostMemory:
 
 
 class DeviceMemory:
-    """A GPU's memory, which PyTorch allocates."""
-
     def __init__(self) -> None:
         import torch
 
@@ -236,7 +234,6 @@ def vote_attention_call(
     value_size: int,
     capacity: Sequence[int] | None = None,
 ) -> Any:
-    """Return a call without its pointers."""
     batch, query_heads, tokens, _ = query
     capacity = capacity or [key[2]] * key[1]
     sizes = {"heads": key[1], "slots": sum(capacity), "key_size": key[3], "value_size": value_size}
@@ -260,7 +257,6 @@ def merge_cache_call(
     statistics: int,
     capacity: Sequence[int] | None = None,
 ) -> Any:
-    """Return a call without its pointers."""
     batch, heads, slots, key_size = key
     every = attributes if isinstance(attributes, Sequence) else [attributes] * heads
     first, capacity = every[0], capacity or [slots] * heads
@@ -387,8 +383,6 @@ class PtxCaller(Caller):
 
 
 class Cuda(CudaOnHost):
-    """The kernels on a GPU."""
-
     name = "cuda"
 
     def available(self) -> str | None:

@@ -150,7 +150,6 @@ class KeepKV(Joint):
         return self.corrected(head, slot, 0)
 
     def corrected(self, head: Head, slot: Slot, k: int) -> float:
-        """Return ln(S / (1 - a^n))."""
         return float(slot.score[k]) - math.log1p(-(head.method.decay ** head.seen(slot)))
 
     def leaving(self, head: Head, heads: list[Head]) -> list[Slot]:
@@ -406,7 +405,6 @@ class GRKV(SnapKV):
             self.fit(head, stays, self.read(head, head.slots) @ np.array([s.value for s in head.slots]))
 
     def read(self, head: Head, slots: list[Slot]) -> np.ndarray:
-        """Return the probabilities [W, slots] of the reference queries."""
         logits, visible = self.logits(head, slots)
         return attention(logits, visible, np.array([s.votes for s in slots]) ** head.method.vote_exponent)
 

@@ -57,7 +57,6 @@ def call_of(
     size: int,
     tokens: int = 1,
 ) -> Any:
-    """Return a call without its pointers."""
     shape = (batch, len(capacities), max(capacities), size)
     query = (batch, len(capacities) * group, tokens, size)
     dtype = "float16" if cache_type in BITS else cache_type
@@ -168,16 +167,12 @@ def test_the_workspace_is_enough_for_any_device_and_its_counters_come_back_to_ze
 # ---- refusals ----
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"capacity": (96, 0, 701, 33)}, "a KV head has no slots"),
-        ({"capacity": (96, 1, 701, 33)}, "more or fewer slots than the state"),
-        ({"tokens": 2}, "more tokens than a KV head has slots"),
-        ({"query_heads": 6}, "not a multiple"),
-        ({"key_size": 10}, "16-byte vectors"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"capacity": (96, 0, 701, 33)}, "a KV head has no slots"),
+    ({"capacity": (96, 1, 701, 33)}, "more or fewer slots than the state"),
+    ({"tokens": 2}, "more tokens than a KV head has slots"), ({"query_heads": 6}, "not a multiple"),
+    ({"key_size": 10}, "16-byte vectors"),
+])  # fmt: skip
 def test_refusals_have_a_reason(caller: Caller, change: dict[str, Any], message: str) -> None:
     call = call_of(FEW, VoteAttentionAttributes(0.3, 1.0, (Statistic(),)), "float32", 2, 2, 16)
     for name, value in change.items():

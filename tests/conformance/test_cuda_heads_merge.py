@@ -125,18 +125,13 @@ def test_a_merge_apart_equals_the_one_in_place_and_ends_in_zeros(caller: Caller,
 # ---- refusals ----
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"capacity": (420, 16, 150, 91)}, "more or fewer slots than the state"),
-        ({"key_size": 10}, "16-byte vectors"),
-        ({"cache_type": 3}, "no kernel that merges a quantized cache"),
-        ({"batch": 40_000}, "more than 65536 KV heads"),
-        ({"capacity": (420, 16, 0, 90)}, "a KV head has no slots"),
-        ({"budget": (15, 15, 0, 15)}, "budget, sinks, recent or sliding_window is out of range"),
-        ({"recent": (64, 64, -1, 64)}, "budget, sinks, recent or sliding_window is out of range"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"capacity": (420, 16, 150, 91)}, "more or fewer slots than the state"), ({"key_size": 10}, "16-byte vectors"),
+    ({"cache_type": 3}, "no kernel that merges a quantized cache"), ({"batch": 40_000}, "more than 65536 KV heads"),
+    ({"capacity": (420, 16, 0, 90)}, "a KV head has no slots"),
+    ({"budget": (15, 15, 0, 15)}, "budget, sinks, recent or sliding_window is out of range"),
+    ({"recent": (64, 64, -1, 64)}, "budget, sinks, recent or sliding_window is out of range"),
+])  # fmt: skip
 def test_refusals_have_a_reason(caller: Caller, change: dict[str, Any], message: str) -> None:
     call = call_of("ballot", FEW, [15] * len(FEW), size=16)
     for name, value in change.items():

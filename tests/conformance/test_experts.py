@@ -46,7 +46,6 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 def draw(form: ExpertsForm, tokens: int, count: int, top_k: int, *, hidden: int = 192, inner: int = 96) -> Arrays:
-    """Return random tensors of a call, in float64."""
     rng = np.random.default_rng(tokens + count)
     picked = [rng.permutation(count)[:top_k] for _ in range(tokens)]
     indices = np.array(picked, np.int64).reshape(tokens, top_k)

@@ -76,10 +76,7 @@ def attended(head: Arrays, query: np.ndarray, alpha: float) -> np.ndarray:
 def random_heads(
     profile: MergeProfile, seed: int, free: int, *, spread: float = 1.0, error: float = 0.0
 ) -> tuple[list[Arrays], np.ndarray]:
-    """Return heads whose keys lie within `spread` of one centre, and the query whose logits are their scores.
-
-    The scores have relative errors of up to `error`.
-    """
+    """Return heads whose keys lie within `spread` of one centre, and the query whose logits are their scores."""
     rng = np.random.default_rng(seed)
     size, value_size = profile.sizes
     count = SINKS + free + RECENT

@@ -42,10 +42,7 @@ def values(stage: list[tuple[str, str]], instruction: str) -> list[str]:
 
 
 def reaches_the_build(path: str) -> bool:
-    """Return whether .dockerignore includes a path of the repository.
-
-    The last line that matches the path, or a folder above it, decides.
-    """
+    """Return whether .dockerignore includes a path of the repository."""
     kept = True
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         pattern = line.removeprefix("!").removeprefix("**/")

@@ -26,13 +26,11 @@ OPTIONS = Options(
 
 @pytest.fixture(scope="module")
 def reported() -> list[str]:
-    """The lines that `evaluate` printed while `evaluation` was made."""
     return []
 
 
 @pytest.fixture(scope="module")
 def evaluation(reported: list[str]) -> Evaluation:
-    """The evaluation of the tiny trained model with streaming."""
     return evaluate("tiny-base", SETTINGS, OPTIONS, tell=reported.append)
 
 
@@ -116,20 +114,13 @@ def test_the_command_measures_the_requested_settings_and_prints_all_results(
     assert "Perplexity and distance: text" in default.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--tasks", "needles"], "unknown task 'needles'"),
-        (["--budgets", "3/2"], "'3/2' is no budget"),
-        (["--length", "9" * 23], "--length"),
-        (["--methods", "streaming:sinks"], "'sinks' is not a setting"),
-        (["--methods", "nothing"], "unknown method 'nothing'"),
-        (["--budgets", "4"], "cannot hold"),
-        (["--length", "16", "--tasks", "duplicates"], "the task duplicates at a length of 16"),
-        (["--text", "nowhere.txt"], "nowhere.txt cannot be read"),
-        (["--ruler", "nowhere"], "holds no task of RULER"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--tasks", "needles"], "unknown task 'needles'"), (["--budgets", "3/2"], "'3/2' is no budget"),
+    (["--length", "9" * 23], "--length"), (["--methods", "streaming:sinks"], "'sinks' is not a setting"),
+    (["--methods", "nothing"], "unknown method 'nothing'"), (["--budgets", "4"], "cannot hold"),
+    (["--length", "16", "--tasks", "duplicates"], "the task duplicates at a length of 16"),
+    (["--text", "nowhere.txt"], "nowhere.txt cannot be read"), (["--ruler", "nowhere"], "holds no task of RULER"),
+])  # fmt: skip
 def test_impossible_settings_are_refused_before_a_build(arguments: list[str], words: str) -> None:
     result = CliRunner().invoke(app, ["eval", "--recipe", "tiny-base", *arguments])
     assert result.exit_code == 2, result.output

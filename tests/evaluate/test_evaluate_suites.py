@@ -51,7 +51,6 @@ def test_the_papers_settings_give_every_method_a_fifth_of_the_context(name: str)
 
 @pytest.fixture
 def suites(tmp_path: Path) -> Path:
-    """A folder with the layout of RULER's."""
     row = {"index": 0, "input": RULER_PROMPT, "outputs": ["a", "b", "q", "z", "7"]}
     path = tmp_path / "ruler" / "vt" / "validation.jsonl"
     path.parent.mkdir(parents=True)
@@ -81,10 +80,7 @@ def test_a_prompt_of_ruler_ends_with_the_beginning_of_the_answer(
 
 
 def test_a_papers_recipe_is_evaluated_on_a_local_folder(suites: Path, tiny_checkpoint: Path) -> None:
-    """A paper's recipe, with a small checkpoint in place of Llama 2 7B, is evaluated on the files of a local folder.
-
-    Its method, budget, layer budgets and threshold stay.
-    """
+    """A paper's recipe, with a small checkpoint in place of Llama 2 7B, is evaluated on the files of a local folder."""
     recipe = suites / "mine.yaml"
     changes = {
         "model": {"path": str(tiny_checkpoint), "dtype": "float32"},

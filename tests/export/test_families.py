@@ -129,11 +129,7 @@ HALF = {
 
 
 def cases() -> list[tuple[str, str]]:
-    """Return every family with `full` and `keepkv`, and every other method with two families.
-
-    One of the two families has windows. Methods with a state of their own share no trace with others, so tests/methods
-    builds with them.
-    """
+    """Return every family with `full` and `keepkv`, and every other method with two families."""
     pairs = list(itertools.product(FAMILIES, ("full", "keepkv")))
     windowed = itertools.cycle(name for name, family in FAMILIES.items() if any(family.windows))
     plain = itertools.cycle(name for name, family in FAMILIES.items() if not any(family.windows))

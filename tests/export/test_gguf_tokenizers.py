@@ -126,7 +126,6 @@ def pieces(folder: Path) -> tuple[list[str], list[float], list[int]]:
 
 
 def llama_cpp(file: Path) -> Callable[[str], list[int]]:
-    """Return llama.cpp's tokenizer of a file."""
     module = pytest.importorskip("xllamacpp", reason="not reached: pip install xllamacpp")
     parameters = module.CommonParams()
     parameters.model.path = str(file)

@@ -52,10 +52,7 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def is_borderline(generation: GenerationSettings, prompt: list[int], generated: list[int], logits: np.ndarray) -> bool:
-    """Return whether rounding decides if a token stays.
-
-    This is so if a cumulative sum or a ratio of probabilities is within 1e-5 of its bound.
-    """
+    """Return whether rounding decides if a token stays."""
     before = reference_scores(
         GenerationSettings(**{**generation.__dict__, "top_p": 1.0, "min_p": 0.0}), prompt, generated, logits
     )  # penalty, eos, temperature and top_k do not round
@@ -358,17 +355,12 @@ def test_a_sampler_continues_from_its_state_as_text(options: dict[str, Any], at:
     assert restored.state() == whole.state()
 
 
-@pytest.mark.parametrize(
-    ("damage", "named"),
-    [
-        (lambda state: state.pop("random"), "random"),
-        (lambda state: state.update(generated=["?"]), "no state"),
-        (lambda state: state.update(generated=[64]), "out of range"),
-        (lambda state: state.update(random=[-1, 1]), "out of range"),
-        (lambda state: state.update(random=[]), "do_sample"),
-        (lambda state: state.update(random=[1]), "do_sample"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "named"), [
+    (lambda state: state.pop("random"), "random"), (lambda state: state.update(generated=["?"]), "no state"),
+    (lambda state: state.update(generated=[64]), "out of range"),
+    (lambda state: state.update(random=[-1, 1]), "out of range"), (lambda state: state.update(random=[]), "do_sample"),
+    (lambda state: state.update(random=[1]), "do_sample"),
+])  # fmt: skip
 def test_a_damaged_state_of_a_sampler_is_refused(damage: Any, named: str) -> None:
     sampler = Sampler(GenerationSettings(do_sample=True), [1], 64)
     state: Any = sampler.state()

@@ -101,17 +101,10 @@ def test_the_neutral_values_are_those_of_transformers() -> None:
     assert differing == set()
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("num_beams", 4),
-        ("no_repeat_ngram_size", 3),
-        ("suppress_tokens", [1]),
-        ("guidance_scale", 2.0),
-        ("min_length", 5),
-        ("typical_p", 0.5),
-    ],
-)
+@pytest.mark.parametrize(("key", "value"), [
+    ("num_beams", 4), ("no_repeat_ngram_size", 3), ("suppress_tokens", [1]), ("guidance_scale", 2.0), ("min_length", 5),
+    ("typical_p", 0.5),
+])  # fmt: skip
 def test_unsupported_generation_settings_are_refused_by_name(key: str, value: Any) -> None:
     with pytest.raises(UsageError, match=rf"{key} = ") as caught:
         GenerationSettings.from_generation_config({key: value, "do_sample": True})

@@ -70,10 +70,7 @@ def byte_level(merges: bool) -> Tokenizer:
 
 
 def llama_like() -> Tokenizer:
-    """Return a tokenizer with Llama 2's pipeline.
-
-    A normalizer makes the metaspace, unknown characters become bytes, and the first space is dropped.
-    """
+    """Return a tokenizer with Llama 2's pipeline."""
     trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trained.train_from_iterator(

@@ -156,16 +156,13 @@ def test_no_rows_give_no_rows() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("form", "shape", "weight", "problem"),
-    [
-        (Form(), ["T", 8], [4, 9], r"Linear: input \[\?, 8\] does not fit a weight \[4, 9\]"),
-        (Form(input_heads=2), ["B", 2, "T", 8], [4, 8], r"\[\?, 2, \?, 8\] does not fit a weight \[4, 8\] with 2"),
-        (Form(input_heads=2), ["B", 3, "T", 8], [4, 16], "does not fit"),
-        (Form(output_heads=(3,)), ["B", "T", 8], [4, 8], "with 0 input heads and 3 output heads"),
-        (Form(output_heads=(2,)), ["T", 8], [4, 8], "does not fit"),
-    ],
-)
+@pytest.mark.parametrize(("form", "shape", "weight", "problem"), [
+    (Form(), ["T", 8], [4, 9], r"Linear: input \[\?, 8\] does not fit a weight \[4, 9\]"),
+    (Form(input_heads=2), ["B", 2, "T", 8], [4, 8], r"\[\?, 2, \?, 8\] does not fit a weight \[4, 8\] with 2"),
+    (Form(input_heads=2), ["B", 3, "T", 8], [4, 16], "does not fit"),
+    (Form(output_heads=(3,)), ["B", "T", 8], [4, 8], "with 0 input heads and 3 output heads"),
+    (Form(output_heads=(2,)), ["T", 8], [4, 8], "does not fit"),
+])  # fmt: skip
 def test_mismatched_sizes_are_refused_when_the_session_is_created(
     form: Form, shape: Any, weight: Any, problem: str
 ) -> None:

@@ -375,7 +375,6 @@ def test_a_session_goes_on_after_images(engine: Engine, tmp_path: Path) -> None:
 
 
 def service_snapshot(server: Running, name: str) -> Any:
-    """Return a session's state as another server gets it."""
     with urllib.request.urlopen(f"{server.url}/v1/sessions/{name}", timeout=60) as answer:
         return Snapshot.from_bytes(answer.read(), server.service.engine.manifest)
 

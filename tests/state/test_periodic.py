@@ -26,7 +26,6 @@ from tests.support.schedules import Alone, Schedule
 
 @pytest.fixture(scope="module")
 def opened(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A function that opens an engine with given settings."""
     built: dict[str, Path] = {}
 
     def opened(*, method: str = "h2o", **settings: Any) -> Engine:
@@ -42,7 +41,6 @@ def opened(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> A
 
 @pytest.fixture(scope="module")
 def full(opened: Any) -> Engine:
-    """An engine with the full cache and no selection."""
     return opened(slots=None)
 
 
@@ -60,7 +58,6 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 def rows(lanes: Lanes, prompt: Any, tokens: Any) -> Any:
-    """Return the logits after each token."""
     lanes.prefill([prompt])
     return np.stack([lanes.append([[int(token)]])[0, 0].copy() for token in tokens])
 
@@ -79,7 +76,6 @@ def view_of(lanes: Lanes) -> Any:
 
 
 def held(own: Any, layer: int = 0, head: int = 0) -> list[int]:
-    """Return the positions of a head's selected entries."""
     votes, position = (own[f"past_key_values.{layer}.{name}"][head] for name in ("votes", "position"))
     return position[votes > 0].tolist()
 

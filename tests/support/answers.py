@@ -5,7 +5,6 @@ from kvexport.engine.request import Request
 
 
 def answers(engine: Engine, *requests: Request) -> list[list[int]]:
-    """Return the token ids of each request's answer."""
     for request in requests:
         engine.add(request)
     while engine.busy:

@@ -32,8 +32,6 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 class Tab:
-    """A browser tab."""
-
     def __init__(self, commands: int, answers: int) -> None:
         self._commands, self._answers = os.fdopen(commands, "wb", 0), os.fdopen(answers, "rb", 0)
         self._number, self._held, self._session = 0, b"", ""
@@ -85,7 +83,6 @@ class Tab:
         return value
 
     def screenshot(self, path: Path) -> None:
-        """Save the page as a PNG."""
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
 

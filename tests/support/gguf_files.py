@@ -19,7 +19,6 @@ def text(value: str) -> bytes:
 
 
 def entry(value: Any) -> tuple[int, bytes]:
-    """Return a value of the metadata as (type, bytes)."""
     if isinstance(value, str):
         return STRING, text(value)
     if isinstance(value, bool):
@@ -35,7 +34,6 @@ def entry(value: Any) -> tuple[int, bytes]:
 
 
 def gguf(entries: dict[str, tuple[int, bytes]], tensors: Tensors) -> bytes:
-    """Return a GGUF file of version 3."""
     head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(entries))
     head += b"".join(text(key) + struct.pack("<I", kind) + value for key, (kind, value) in entries.items())
     data = b""

@@ -30,7 +30,6 @@ def llama(**changes: Any) -> LlamaConfig:
 def save_checkpoint(
     folder: Path, config: Any, *, dtype: torch.dtype = torch.float32, shard: str = "1GB", scale: float = 0.15
 ) -> Path:
-    """Save a model with random weights, biases and norms."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -86,11 +85,7 @@ def given_tokens_logits(
     prompt_lengths: Sequence[int],
     after_call: Callable[[Any], None] | None = None,
 ) -> list[Logits]:
-    """Return the logits of every token of given sequences, computed in one batch.
-
-    The artifact must give the logits of all tokens. Prompts are read in chunks, all other tokens one by one. A sequence
-    that has ended is an idle lane.
-    """
+    """Return the logits of every token of given sequences, computed in one batch."""
     lanes = engine.lanes(len(sequences))
     rows: list[list[Logits]] = [[] for _ in sequences]
 
@@ -111,10 +106,7 @@ def given_tokens_logits(
 
 
 def assert_logits_of_transformers(engine: Engine, checkpoint: Path, share: float = 1e-5) -> None:
-    """Compare the logits of two sequences, read in chunks and then token by token, with those of transformers.
-
-    They may differ by this share of a sequence's largest logit.
-    """
+    """Compare the logits of two sequences, read in chunks and then token by token, with those of transformers."""
     ids = random_ids(0, 90, 60)
     actual, right = given_tokens_logits(engine, ids, (50, 20)), hugging_face_logits(checkpoint, ids)
     for mine, theirs in zip(actual, right, strict=True):

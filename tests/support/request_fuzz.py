@@ -109,5 +109,4 @@ class Errors(logging.Handler):
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one record."""
         self.messages.append(self.format(record))

@@ -124,7 +124,6 @@ class Schedule:
                     self.idle.append(talk)
 
     def join(self) -> None:
-        """Start a new conversation, sometimes with a priority."""
         n = int(self.rng.integers(1, 60))
         ids = [3 * i % 50 for i in range(int(self.rng.integers(50)))] + self.rng.integers(0, VOCABULARY, n).tolist()
         self._add(Talk(((tuple(ids), self._settings()),), []), None)
@@ -165,7 +164,6 @@ class Schedule:
             self.happened["preempt"] += 1
 
     def resume(self) -> None:
-        """Continue a preempted request on a random engine."""
         if self.parked:
             snapshot, talk = self.parked.pop(int(self.rng.integers(len(self.parked))))
             talk.requests.append(Request((), start=snapshot, keep=bool(talk.name)))
@@ -191,7 +189,6 @@ class Schedule:
         self.happened["expire"] += 1
 
     def stream(self) -> None:
-        """Start a stream of two prompts."""
         prompts = [self.rng.integers(0, VOCABULARY, n).tolist() for n in self.rng.integers(1, 60, 2)]
         stream = self._one(self.engines).stream(prompts, max_new_tokens=STREAMED)
         self.streams.append((stream, prompts, [[], []]))

@@ -50,8 +50,6 @@ class Field(ctypes.Structure):
 
 
 class Tensor(ctypes.Structure):
-    """A tensor as the harness describes it."""
-
     _fields_ = [
         ("type", ctypes.c_int32),
         ("format", ctypes.c_int32),
@@ -197,7 +195,6 @@ class Caller(OfHeads):
         return self._run("MergeCache", fields, feed, names, "", in_place)
 
     def node(self, node: onnx.NodeProto, tensors: Arrays, *, in_place: bool = False) -> Arrays:
-        """Run an ONNX node that `for_tensorrt` converted."""
         feed = {name: tensors[name] for name in node.input}
         return self._run(node.op_type, fields_of(node), feed, list(node.output), "past_", in_place)
 

@@ -300,7 +300,6 @@ class Transformers:
         return ids, pixels
 
     def logits(self, ids: NDArray[np.int64], pixels: Any) -> NDArray[np.float32]:
-        """Return the logits [n, vocabulary] of a whole sequence."""
         with torch.no_grad():
             given = {name: torch.from_numpy(np.asarray(array)) for name, array in (pixels or {}).items()}
             for name in given.keys() & {"mm_token_type_ids", "token_type_ids"}:  # a generated token is text

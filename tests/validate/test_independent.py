@@ -46,10 +46,7 @@ def test_a_sound_run_parts_nowhere(tiny_artifact: Path) -> None:
 def test_a_wrong_selection_of_the_independent_run_is_detected(
     tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A merge that evicts a wrong entry is found.
-
-    The scores of the state are reversed before the engine's merge, and restored in the record of that merge.
-    """
+    """A merge that evicts a wrong entry is found."""
 
     def change(self: WatchedState, first: int, last: int, merge: Any) -> None:
         before = self.get_state()

@@ -182,7 +182,6 @@ def test_a_layer_that_the_kernels_do_not_take_runs_from_its_function(tiny_artifa
 
 
 def gpu_check() -> Any:
-    """Import tools/gpu_check/onnxruntime.py, whose comparison runs on a GPU."""
     from tools.gpu_check import onnxruntime
 
     return onnxruntime

@@ -44,7 +44,6 @@ print(held, advised() - before)
 
 @pytest.fixture(scope="module")
 def one_linear(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of which PROGRAM makes a session."""
     node = helper.make_node("Linear", ["x", "w"], ["y"], domain="kvexport", **Form().attributes)
     x, y = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["B", 1024]) for name in "xy")
     weight = numpy_helper.from_array(np.ones((1024, 1024), np.float32), "w")

@@ -66,7 +66,6 @@ def body(*lines: str) -> str:
 
 
 def weights_of(*lines: str) -> dict[str, Any]:
-    """Return the weights of SQUARE that the lines read."""
     read = "".join(lines)
     return {name: value for name, value in SQUARE.items() if re.search(rf"[(,] ?{name}[,)]", read)}
 

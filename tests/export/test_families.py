@@ -61,23 +61,16 @@ FAMILIES = {
     "qwen2": Family(Qwen2Config, {}),
     "gemma2": Family(
         Gemma2Config,
-        {
-            "head_dim": 16,
-            "query_pre_attn_scalar": 16,
-            "sliding_window": WINDOW,
-            "layer_types": MIXED,
-            "attn_logit_softcapping": 5.0,
-        },
-        windows=(WINDOW, 0),
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW, "layer_types": MIXED,
+         "attn_logit_softcapping": 5.0}, windows=(WINDOW, 0),
     ),
     "qwen3": Family(Qwen3Config, {"head_dim": 16}, dtype=torch.bfloat16),
     "gemma3": Family(
-        Gemma3TextConfig,
-        {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW, "layer_types": MIXED},
+        Gemma3TextConfig, {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW, "layer_types": MIXED},
         windows=(WINDOW, 0),
     ),
     "phi3": Family(Phi3Config, {}, shard="60KB"),
-}
+}  # fmt: skip
 # These families use what the other families test, so they are tested only without compression. gpt_neox renames its
 # tensors and rotates a quarter of a head, gpt2 learns its positions and stores weights transposed, granite has
 # multipliers everywhere, and Phi-3's long form has frequencies that depend on the length.
@@ -86,7 +79,7 @@ GEMMA4 = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "vocab_si
 TAIL = {
     "gpt_neox": Family(GPTNeoXConfig, {}),
     "gpt2": Family(
-        GPT2Config, {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "bos_token_id": 1, "eos_token_id": 2}
+        GPT2Config, {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "bos_token_id": 1, "eos_token_id": 2},
     ),
     "stablelm": Family(StableLmConfig, {"partial_rotary_factor": 0.25}),
     "granite": Family(
@@ -100,16 +93,9 @@ TAIL = {
     ),
     "gemma3-longrope": Family(
         Gemma3TextConfig,
-        {
-            "layer_types": MIXED,
-            "sliding_window": WINDOW,
-            "head_dim": 16,
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-                "full_attention": {**LONGROPE, "original_max_position_embeddings": 32, "factor": 16.0},
-            },
-        },
-        windows=(WINDOW, 0),
+        {"layer_types": MIXED, "sliding_window": WINDOW, "head_dim": 16,
+         "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+          "full_attention": {**LONGROPE, "original_max_position_embeddings": 32, "factor": 16.0}}}, windows=(WINDOW, 0),
     ),
     "phi3-longrope": Family(
         Phi3Config,
@@ -118,7 +104,7 @@ TAIL = {
             "rope_parameters": LONGROPE,
         },
     ),
-}
+}  # fmt: skip
 # Only in float16: norms that scale in float32. The models have one layer whose attention is like qwen3's, so that they
 # share its function.
 ONE_LAYER = {"head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 1, "layer_types": ["full_attention"]}

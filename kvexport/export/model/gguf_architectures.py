@@ -493,10 +493,7 @@ ARCHITECTURES = {
     ),
     "exaone4": Architecture("exaone4", _NORMS_BEHIND, config=_windows),
     "olmo": Architecture(
-        "olmo",
-        _without(_LLAMA, "attn_norm", "ffn_norm", "output_norm"),
-        norm="",
-        pairs=True,
+        "olmo", _without(_LLAMA, "attn_norm", "ffn_norm", "output_norm"), norm="", pairs=True,
         config=lambda meta, _: {"clip_qkv": meta.get("attention.clamp_kqv")},
     ),
     "olmo2": Architecture("olmo2", _NORMS_BEHIND, config=_olmo2),
@@ -509,62 +506,37 @@ ARCHITECTURES = {
     "qwen3moe": _QWEN3_MOE,
     "qwen3vlmoe": _QWEN3_MOE,
     "qwen3next": Architecture(
-        "qwen3_next",
-        {**_SECOND_NORM, **_HEAD_NORMS, **_SHARED_EXPERT},
-        _DELTA | _WITH_SHARED,
-        _NORMALIZED,
-        linear="qwen3next",
-        **_DELTA_RULE,
+        "qwen3_next", {**_SECOND_NORM, **_HEAD_NORMS, **_SHARED_EXPERT}, _DELTA | _WITH_SHARED, _NORMALIZED,
+        linear="qwen3next", **_DELTA_RULE,
     ),
     "qwen35": Architecture(
-        "qwen3_5_text", {**_SECOND_NORM, **_HEAD_NORMS, **_MLP}, _DELTA, linear="qwen35", **_DELTA_RULE
+        "qwen3_5_text", {**_SECOND_NORM, **_HEAD_NORMS, **_MLP}, _DELTA, linear="qwen35", **_DELTA_RULE,
     ),
     "qwen35moe": Architecture(
-        "qwen3_5_moe_text",
-        {**_SECOND_NORM, **_HEAD_NORMS, **_SHARED_EXPERT},
-        _DELTA | _WITH_SHARED,
-        _NORMALIZED,
-        linear="qwen35",
-        **_DELTA_RULE,
+        "qwen3_5_moe_text", {**_SECOND_NORM, **_HEAD_NORMS, **_SHARED_EXPERT}, _DELTA | _WITH_SHARED, _NORMALIZED,
+        linear="qwen35", **_DELTA_RULE,
     ),
     "gpt-oss": Architecture(
-        "gpt_oss",
-        {**_SECOND_NORM, **_ROUTED, "attn_sinks": "self_attn.sinks", "ffn_gate_inp": "mlp.router"},
-        {**_LOCAL, "intermediate_size": "expert_feed_forward_length", **_WINDOW},
-        {"attention_bias": True},
+        "gpt_oss", {**_SECOND_NORM, **_ROUTED, "attn_sinks": "self_attn.sinks", "ffn_gate_inp": "mlp.router"},
+        {**_LOCAL, "intermediate_size": "expert_feed_forward_length", **_WINDOW}, {"attention_bias": True},
         config=_gpt_oss,
     ),
     "minimax-m2": Architecture(
-        "minimax_m2",
-        {**_NAMES, **_HEAD_NORMS, **_ROUTED, "exp_probs_b": "mlp.e_score_correction_bias"},
-        {**_LOCAL, "intermediate_size": "expert_feed_forward_length"},
-        partial=True,
+        "minimax_m2", {**_NAMES, **_HEAD_NORMS, **_ROUTED, "exp_probs_b": "mlp.e_score_correction_bias"},
+        {**_LOCAL, "intermediate_size": "expert_feed_forward_length"}, partial=True,
     ),
     "chatglm": Architecture(
-        "glm",
-        {**_NAMES, **_GATE_UP_DOWN},
-        present=_ATTENTION_BIAS,
-        partial=True,
+        "glm", {**_NAMES, **_GATE_UP_DOWN}, present=_ATTENTION_BIAS, partial=True,
         config=lambda meta, _: {"head_dim": _head_size(meta)},
     ),
     "glm4": Architecture(
         "glm4",
-        {
-            **_NAMES,
-            **_table("post_attention_norm post_self_attn_layernorm, post_ffw_norm post_mlp_layernorm"),
-            **_GATE_UP_DOWN,
-        },
-        present=_ATTENTION_BIAS,
-        partial=True,
-        config=_glm4,
+        {**_NAMES, **_table("post_attention_norm post_self_attn_layernorm, post_ffw_norm post_mlp_layernorm"),
+         **_GATE_UP_DOWN}, present=_ATTENTION_BIAS, partial=True, config=_glm4,
     ),
     "glm4moe": Architecture(
-        "glm4_moe",
-        {**_SECOND_NORM, **_HEAD_NORMS, **_SHARED_EXPERTS},
-        _DEEPSEEK,
-        _ONE_GROUP,
-        present={**_ATTENTION_BIAS, "use_qk_norm": "attn_q_norm.weight"},
-        partial=True,
+        "glm4_moe", {**_SECOND_NORM, **_HEAD_NORMS, **_SHARED_EXPERTS}, _DEEPSEEK, _ONE_GROUP,
+        present={**_ATTENTION_BIAS, "use_qk_norm": "attn_q_norm.weight"}, partial=True,
     ),
     "dots1": Architecture("dots1", {**_NAMES, **_HEAD_NORMS, **_SHARED_EXPERTS}, _DEEPSEEK, _ONE_GROUP),
     "ernie4_5-moe": Architecture(
@@ -581,22 +553,12 @@ ARCHITECTURES = {
     "granitemoe": Architecture("granitemoe", _GRANITE_MOE, _MULTIPLIERS | _LOCAL, pairs=True, config=_granitemoe),
     "granitehybrid": Architecture(
         "granitemoehybrid",
-        {
-            **_GRANITE_MOE,
-            **dict.fromkeys(("ffn_gate", "ffn_up"), "shared_mlp.input_linear"),
-            "ffn_down": "shared_mlp.output_linear",
-            **_MAMBA,
-        },
-        _MULTIPLIERS | _MAMBA_SIZES,
-        present={"mamba_conv_bias": "ssm_conv1d.bias"},
-        pairs=True,
-        config=_granitehybrid,
+        {**_GRANITE_MOE, **dict.fromkeys(("ffn_gate", "ffn_up"), "shared_mlp.input_linear"),
+         "ffn_down": "shared_mlp.output_linear", **_MAMBA}, _MULTIPLIERS | _MAMBA_SIZES,
+        present={"mamba_conv_bias": "ssm_conv1d.bias"}, pairs=True, config=_granitehybrid,
     ),
     "minicpm": Architecture(
-        "granite",
-        _LLAMA,
-        _without(_MULTIPLIERS, "attention_multiplier"),
-        pairs=True,
+        "granite", _LLAMA, _without(_MULTIPLIERS, "attention_multiplier"), pairs=True,
         config=lambda meta, _: {"attention_multiplier": _head_size(meta) ** -0.5},
     ),
     "phi2": Architecture(
@@ -608,34 +570,24 @@ ARCHITECTURES = {
         partial=True,
     ),
     "phi3": Architecture(
-        "phi3", {**_NAMES, "attn_qkv": "self_attn.qkv_proj", **_GATE_UP_DOWN}, partial=True, config=_phi3
+        "phi3", {**_NAMES, "attn_qkv": "self_attn.qkv_proj", **_GATE_UP_DOWN}, partial=True, config=_phi3,
     ),
     "stablelm": Architecture(
-        "stablelm",
-        _LLAMA,
-        {"use_parallel_residual": "use_parallel_residual"},
-        present={"use_qkv_bias": "attn_q.bias"},
-        norm="layer_norm_eps",
-        partial=True,
+        "stablelm", _LLAMA, {"use_parallel_residual": "use_parallel_residual"}, present={"use_qkv_bias": "attn_q.bias"},
+        norm="layer_norm_eps", partial=True,
     ),
     "starcoder2": Architecture(
-        "starcoder2",
-        {**_NAMES, **_table("ffn_up mlp.c_fc, ffn_down mlp.c_proj")},
-        fixed={"hidden_act": "gelu_pytorch_tanh", "sliding_window": None},
-        norm="norm_epsilon",
+        "starcoder2", {**_NAMES, **_table("ffn_up mlp.c_fc, ffn_down mlp.c_proj")},
+        fixed={"hidden_act": "gelu_pytorch_tanh", "sliding_window": None}, norm="norm_epsilon",
     ),
     "nemotron": Architecture(
-        "nemotron", {**_NAMES, **_UP_DOWN}, fixed=_RELU2, norm="norm_eps", shifted=True, partial=True
+        "nemotron", {**_NAMES, **_UP_DOWN}, fixed=_RELU2, norm="norm_eps", shifted=True, partial=True,
     ),
     "gpt2": Architecture(
-        "gpt2", _GPT2, _GPT2_SIZES, norm="layer_norm_epsilon", layers="transformer.h", transposed=True
+        "gpt2", _GPT2, _GPT2_SIZES, norm="layer_norm_epsilon", layers="transformer.h", transposed=True,
     ),
     "starcoder": Architecture(
-        "gpt_bigcode",
-        _GPT2,
-        _GPT2_SIZES,
-        norm="layer_norm_epsilon",
-        layers="transformer.h",
+        "gpt_bigcode", _GPT2, _GPT2_SIZES, norm="layer_norm_epsilon", layers="transformer.h",
         config=lambda meta, _: {"multi_query": meta["attention.head_count_kv"] == 1},
     ),
     "gptneox": Architecture(
@@ -657,8 +609,7 @@ ARCHITECTURES = {
     "apertus": Architecture(
         "apertus",
         {**_NAMES, **_HEAD_NORMS, **_UP_DOWN, "attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
-        fixed={"hidden_act": "xielu"},
-        present=_ATTENTION_BIAS,
+        fixed={"hidden_act": "xielu"}, present=_ATTENTION_BIAS,
         numbers={"mlp.act_fn.alpha_p": (1,), "mlp.act_fn.alpha_n": (1,), "mlp.act_fn.beta": (), "mlp.act_fn.eps": ()},
     ),
     "afmoe": Architecture(
@@ -686,22 +637,14 @@ ARCHITECTURES = {
         config=_windows,
     ),
     "mamba": Architecture(
-        "mamba",
-        {**_BACKBONE, **_without(_MIXER, "ssm_norm"), **_table("ssm_x mixer.x_proj, ssm_dt mixer.dt_proj")},
-        _BACKBONE_SIZES | {"time_step_rank": "ssm.time_step_rank"},
-        present=_BIASES,
-        norm="layer_norm_epsilon",
-        layers="backbone.layers",
-        config=_mamba,
+        "mamba", {**_BACKBONE, **_without(_MIXER, "ssm_norm"), **_table("ssm_x mixer.x_proj, ssm_dt mixer.dt_proj")},
+        _BACKBONE_SIZES | {"time_step_rank": "ssm.time_step_rank"}, present=_BIASES, norm="layer_norm_epsilon",
+        layers="backbone.layers", config=_mamba,
     ),
     "mamba2": Architecture(
-        "mamba2",
-        {**_BACKBONE, **_MIXER},
-        _BACKBONE_SIZES | _table("n_groups ssm.group_count, num_heads ssm.time_step_rank"),
-        present=_BIASES,
-        norm="layer_norm_epsilon",
-        layers="backbone.layers",
-        config=_mamba2,
+        "mamba2", {**_BACKBONE, **_MIXER},
+        _BACKBONE_SIZES | _table("n_groups ssm.group_count, num_heads ssm.time_step_rank"), present=_BIASES,
+        norm="layer_norm_epsilon", layers="backbone.layers", config=_mamba2,
     ),
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": _NEMOTRON_H,
@@ -743,32 +686,24 @@ ARCHITECTURES = {
         config=_kimi_linear,
     ),
     "command-r": Architecture(
-        "cohere",
-        {**_without(_LLAMA, "ffn_norm"), **_HEAD_NORMS},
-        _LOGITS,
-        present={"use_qk_norm": "attn_q_norm.weight"},
-        norm="layer_norm_eps",
+        "cohere", {**_without(_LLAMA, "ffn_norm"), **_HEAD_NORMS}, _LOGITS,
+        present={"use_qk_norm": "attn_q_norm.weight"}, norm="layer_norm_eps",
     ),
     "cohere2": Architecture("cohere2", _without(_LLAMA, "ffn_norm"), _LOGITS, norm="layer_norm_eps", config=_windows),
     "lfm2": Architecture(
-        "lfm2", _LFM2, _CONV, {"conv_bias": False, "block_auto_adjust_ff_dim": False}, norm="norm_eps", config=_lfm2
+        "lfm2", _LFM2, _CONV, {"conv_bias": False, "block_auto_adjust_ff_dim": False}, norm="norm_eps", config=_lfm2,
     ),
     "lfm2moe": Architecture(
         "lfm2_moe",
-        {
-            **_LFM2,
-            **_table("ffn_gate_inp feed_forward.gate, exp_probs_b feed_forward.expert_bias"),
-            **dict.fromkeys(EXPERTS, "feed_forward.experts"),
-        },
+        {**_LFM2, **_table("ffn_gate_inp feed_forward.gate, exp_probs_b feed_forward.expert_bias"),
+         **dict.fromkeys(EXPERTS, "feed_forward.experts")},
         _CONV | _EXPERTS | {"num_dense_layers": "leading_dense_block_count"},
-        {"conv_bias": False, "norm_topk_prob": True, "use_expert_bias": True},
-        norm="norm_eps",
-        config=_lfm2,
+        {"conv_bias": False, "norm_topk_prob": True, "use_expert_bias": True}, norm="norm_eps", config=_lfm2,
     ),
     "gemma": Architecture("gemma", _LLAMA, fixed={"hidden_act": "gelu_pytorch_tanh"}, shifted=True),
     "gemma2": Architecture("gemma2", {**_LLAMA, **_FOUR_NORMS}, _SOFTCAPS, _TANH, shifted=True, config=_gemma2),
     "gemma3": Architecture(
-        "gemma3_text", {**_LLAMA, **_FOUR_NORMS, **_HEAD_NORMS}, _WINDOW, _TANH, shifted=True, config=_gemma3
+        "gemma3_text", {**_LLAMA, **_FOUR_NORMS, **_HEAD_NORMS}, _WINDOW, _TANH, shifted=True, config=_gemma3,
     ),
     "gemma3n": Architecture(
         "gemma3n_text",
@@ -793,21 +728,13 @@ ARCHITECTURES = {
     ),
     "gemma4": Architecture(
         "gemma4_text",
-        {
-            **_LLAMA,
-            **_FOUR_NORMS,
-            **_HEAD_NORMS,
-            **dict.fromkeys(EXPERTS, "experts"),
-            "layer_output_scale": "layer_scalar",
-            **_PER_LAYER,
-            **_table("ffn_gate_inp router.proj, ffn_gate_inp.scale router.scale"),
-            **_table("ffn_down_exps.scale router.per_expert_scale, pre_ffw_norm_2 pre_feedforward_layernorm_2"),
-            **{f"post_ffw_norm_{i}": f"post_feedforward_layernorm_{i}" for i in (1, 2)},
-        },
-        fixed=_TANH,
-        config=_gemma4,
+        {**_LLAMA, **_FOUR_NORMS, **_HEAD_NORMS, **dict.fromkeys(EXPERTS, "experts"),
+         "layer_output_scale": "layer_scalar", **_PER_LAYER,
+         **_table("ffn_gate_inp router.proj, ffn_gate_inp.scale router.scale"),
+         **_table("ffn_down_exps.scale router.per_expert_scale, pre_ffw_norm_2 pre_feedforward_layernorm_2"),
+         **{f"post_ffw_norm_{i}": f"post_feedforward_layernorm_{i}" for i in (1, 2)}}, fixed=_TANH, config=_gemma4,
     ),
-}
+}  # fmt: skip
 """The architectures, by llama.cpp's name."""
 MIXTRAL = Architecture("mixtral", {**_NAMES, **_ROUTED}, _LOCAL, pairs=True)
 """The architecture that llama.cpp names llama as well, in files with experts."""

@@ -116,7 +116,6 @@ def test_a_recipe_that_leaves_no_choice_is_not_measured(
 
 
 def refused(checkpoint: Path, capsys: pytest.CaptureFixture[str], *settings: str, budget: int = 64) -> str:
-    """Return the message that the budgets of a checkpoint are equal."""
     loaded = budgets(checkpoint, *settings, budget=budget)
     assert loaded.recipe.cache.allocation.kind is None
     shown = capsys.readouterr().err

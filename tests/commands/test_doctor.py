@@ -25,7 +25,6 @@ from tests.support.paths import ROOT
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
-    """Pretend that the packages of these modules are not installed."""
     distributions = {p.name for p in packages() if p.module in modules}
     version = metadata.version
 

@@ -46,7 +46,6 @@ def engine(tiny_artifact: Path) -> Engine:
 
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Path]:
-    """A folder that cannot be written, not even by root."""
     folder = tmp_path / "read-only"
     folder.mkdir()
     folder.chmod(0o555)
@@ -105,7 +104,6 @@ PHASES: dict[str, tuple[Any, str]] = {
 def test_a_build_whose_disk_is_full_leaves_the_artifact_before_it(
     tiny_recipe: Path, tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
-    """A build whose disk is full keeps the previous artifact. Each stage meets the full disk after its first file."""
     out = tmp_path / "out" / "artifact"
     out.parent.mkdir()
     recipe = load_recipe(str(tiny_recipe)).recipe

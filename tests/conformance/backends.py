@@ -240,7 +240,6 @@ def _vote_attention_session(
     capacity: tuple[int, ...],
     native: Path | None,
 ) -> Any:
-    """Return a session of VoteAttention. `types` are the types of the query and of the cache."""
     import torch
 
     from kvexport.ops.layer_state import vote_attention_functions

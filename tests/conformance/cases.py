@@ -348,5 +348,4 @@ def single_precision(peak: float) -> float:
 
 
 def stored_precision(dtype: str, peak: float) -> float:
-    """Return the relative tolerance of results in the model's dtype."""
     return 2e-3 if dtype == "float16" else single_precision(peak)

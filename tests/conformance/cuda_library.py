@@ -66,7 +66,6 @@ IN_ORDER, EARLY = range(2)  # when launches begin, as in plugins/cuda/kvexport_c
 
 
 def cache_type_of(key: np.ndarray, value: np.ndarray) -> str:
-    """Return the type of a cache with keys and values of these dtypes."""
     return SMALL_TYPES.get((key.dtype.name, value.dtype.name), key.dtype.name)
 
 
@@ -89,8 +88,6 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 class HostMemory:
-    """The memory of kernels that are compiled for the host."""
-
     stream = 0
 
     def put(self, x: np.ndarray) -> np.ndarray:
@@ -101,7 +98,6 @@ class HostMemory:
         return copy
 
     def bytes(self, size: int, zeros: int) -> np.ndarray:
-        """Return `size` bytes, aligned to 256 bytes. The first `zeros` are 0 and the others are 0xFF."""
         raw = np.full(size + 256, 0xFF, np.uint8)
         start = -raw.ctypes.data % 256
         raw[start : start + zeros] = 0
@@ -295,7 +291,6 @@ def checked_launches(library: ctypes.CDLL, operator: str, *call: Any) -> list[tu
 
 
 def lacks(method: Any) -> str | None:
-    """Return why a method has no kernel, or None if it has one."""
     policy = method.policy()
     if policy is None:
         return f"the method {method.name} is no merge policy"

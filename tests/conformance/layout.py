@@ -35,7 +35,6 @@ def of_heads(name: str, x: np.ndarray, heads: int) -> np.ndarray:
 
 
 def joined(parts: Sequence[Arrays], prefix: str = "") -> tuple[Arrays, Sizes]:
-    """Return the tensors of an operator from those of the parts, and the sizes of the parts."""
     result: Arrays = {}
     for name, first in parts[0].items():
         of_state, each = name.startswith(prefix), [part[name] for part in parts]

@@ -58,7 +58,6 @@ class Rule:
         return RULES[selector]().importance(head, slot)
 
     def leaving(self, head: Head, heads: list[Head]) -> list[Slot]:
-        """Return all free slots in the order of their eviction."""
         return sorted(head.free, key=lambda slot: self.selecting(head, slot))
 
     def merge(self, head: Head, leaving: list[Slot], stays: list[Slot]) -> None:

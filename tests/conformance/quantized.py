@@ -12,7 +12,6 @@ FOUR_BITS = np.array([0, 11, 22, 34, 46, 60, 77, 98, 127, -127, -94, -72, -54, -
 
 
 def hadamard(size: int) -> np.ndarray:
-    """Return the orthonormal Hadamard matrix of `size` dimensions."""
     block = size & -size
     entry = [[(-1.0) ** bin(i & j).count("1") for j in range(block)] for i in range(block)]
     return np.kron(np.eye(size // block), np.array(entry) / np.sqrt(block))

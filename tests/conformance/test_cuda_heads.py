@@ -33,7 +33,6 @@ def heads_of(
     tokens: int = 1,
     statistics: int = 2,
 ) -> list[Arrays]:
-    """Return the inputs of each KV head, with 4 sequences."""
     heads = []
     for h, capacity in enumerate(capacities):
         used = [capacity - tokens, 0, (capacity - tokens) // 2, capacity]

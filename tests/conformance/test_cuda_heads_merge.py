@@ -38,7 +38,6 @@ every_method = pytest.mark.parametrize("method", METHODS)
 def heads_of(
     method: str, capacities: Sequence[int], dtype: str = "float32", sizes: tuple[int, int] = (16, 24)
 ) -> tuple[list[Arrays], list[MergeCacheAttributes]]:
-    """Return the cache of each KV head, with 4 sequences, and the attributes of its merge."""
     profile, states, attributes = replace(METHODS[method], kv_heads=1, sizes=sizes, dtype=dtype), [], []
     for h, capacity in enumerate(capacities):
         budget = max(7, int(capacity * (0.9, 0.5, 1.0)[h % 3]))

@@ -123,7 +123,6 @@ def model_of(form: ExpertsForm, tensors: Arrays, weights: list[TensorProto], dty
 
 
 def run(model: onnx.ModelProto, tensors: Arrays, dtype: str, *, native: bool, threads: int = 2) -> np.ndarray[Any, Any]:
-    """Run a model by the native operators, or by the ONNX function."""
     options = ort.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 4, threads
     path = library() if native else None

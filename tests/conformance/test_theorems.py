@@ -35,7 +35,6 @@ def on(*names: str) -> Any:
 def head_of(
     profile: MergeProfile, key: np.ndarray, value: np.ndarray, *, votes: Any = None, logit: Any = None, mass: Any = None
 ) -> Arrays:
-    """Return one head with slots at positions 0, 1, ..."""
     count = len(key)
     position = np.arange(count)
     score = np.zeros((len(profile.statistics), count))

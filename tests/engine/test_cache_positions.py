@@ -96,7 +96,6 @@ class Rerotating:
 
 
 def test_equals_keys_that_are_rotated_anew_in_every_call(streaming: Path, tiny_checkpoint: Path) -> None:
-    """The logits equal those of keys that are rotated anew in every call."""
     engine, slow = load(streaming), Rerotating(tiny_checkpoint)
     (ids,) = random_ids(1, 8 * BUDGET, vocabulary=64)
     lanes, prompt, worst = engine.lanes(1), 6 * BUDGET, 0.0

@@ -51,7 +51,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 @pytest.fixture(scope="module")
 def chat(tiny_artifact: Path) -> Engine:
-    """An engine with a tokenizer whose tokens are single characters."""
     return load(tiny_artifact)
 
 

@@ -95,7 +95,6 @@ def test_every_number_of_drafted_tokens_is_accepted_at_times(engine: Engine) -> 
 
 
 def test_a_sliding_window_drops_entries_only_after_verification(windowed: Engine) -> None:
-    """A sliding window drops only accepted tokens: layers merge after a draft is verified."""
     batch = prompts(1, windowed.vocabulary)
     expected = generated(windowed, batch, None, max_new_tokens=120)
     plain = [Completion(0, [token.id for token in answer]) for answer in expected]
@@ -177,7 +176,6 @@ def test_rows_of_one_call_are_those_of_single_calls_but_for_rounding(engine: Eng
 
 
 def test_speculating_schedules_answer_as_solo_runs_without_drafts(artifact: Path, tmp_path: Path) -> None:
-    """Schedules with speculation are answered as alone without it."""
     speculating, plain, other = (load(artifact) for _ in range(3))
     plain.drafter = other.drafter = None
     for seed in range(4):

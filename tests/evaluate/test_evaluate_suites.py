@@ -80,7 +80,6 @@ def test_a_prompt_of_ruler_ends_with_the_beginning_of_the_answer(
 
 
 def test_a_papers_recipe_is_evaluated_on_a_local_folder(suites: Path, tiny_checkpoint: Path) -> None:
-    """A paper's recipe, with a small checkpoint in place of Llama 2 7B, is evaluated on the files of a local folder."""
     recipe = suites / "mine.yaml"
     changes = {
         "model": {"path": str(tiny_checkpoint), "dtype": "float32"},

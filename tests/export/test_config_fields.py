@@ -42,7 +42,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def problem(checkpoint: Path, change: dict[str, Any]) -> str | None:
-    """Return why a config with this change is refused, or None if it is accepted."""
     config = checkpoint / "config.json"
     good = config.read_text()
     config.write_text(json.dumps({**json.loads(good), **change}))

@@ -161,7 +161,6 @@ def test_no_damage_ends_in_another_error(tmp_path: Path, tiny_checkpoint: Path) 
 
 
 def test_a_file_becomes_an_artifact_as_it_is(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    """A GGUF file becomes an artifact."""
     file = tmp_path / "tiny.gguf"
     values = tiny_gguf(tiny_checkpoint, file, **{"tokenizer.chat_template": "{{ messages[0].content }}"})
     checkpoint = read_checkpoint(file)
@@ -210,7 +209,6 @@ def test_an_engine_computes_with_numbers_of_few_bits(tmp_path: Path, kind: str) 
 
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
 def test_other_architectures_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
-    """Files of other architectures have the weights of transformers' models."""
     import transformers
 
     from kvexport.export.build import read_model

@@ -79,7 +79,6 @@ def byte_level(folder: Path, pre: str | None, **more: Any) -> Path:
 
 
 def sentencepiece_file(folder: Path, **more: Any) -> Path:
-    """Write a file with a sentencepiece tokenizer that is trained on this file."""
     tokens, scores, types = pieces(folder)
     return written(
         folder / "model.gguf",

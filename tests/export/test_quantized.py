@@ -231,7 +231,6 @@ COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 
 
 def rotated(*places: str) -> dict[str, Any]:
-    """Return a transform_config of compressed-tensors with rotations in these places."""
     steps = [{"targets": ["down_proj"], "location": place} for place in places]
     return {"config_groups": {"R": {"type": "hadamard", "apply": steps}}}
 

@@ -27,7 +27,6 @@ from tests.support.models import make_recipe
 
 @pytest.fixture
 def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
-    """A copy of the tiny checkpoint that a test may change."""
     copy = tmp_path / "checkpoint"
     copy.mkdir()
     for file in tiny_checkpoint.iterdir():

@@ -20,7 +20,6 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 
 
 def read(text: str, cuts: list[int], opened: bool = False, tools: bool = False) -> tuple[str, str, list[str]]:
-    """Return the reasoning, the text and the names of the calls."""
     inner: Any = HERMES.reader([TOOL]) if tools else PlainReader()
     reader = ReasoningReader(opened, inner)
     ends = [0, *cuts, len(text)]

@@ -52,7 +52,6 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def is_borderline(generation: GenerationSettings, prompt: list[int], generated: list[int], logits: np.ndarray) -> bool:
-    """Return whether rounding decides if a token stays."""
     before = reference_scores(
         GenerationSettings(**{**generation.__dict__, "top_p": 1.0, "min_p": 0.0}), prompt, generated, logits
     )  # penalty, eos, temperature and top_k do not round
@@ -107,7 +106,6 @@ def cases(draw: st.DrawFn) -> tuple[GenerationSettings, list[int], list[int], np
 
 
 def openai_settings(size: int) -> st.SearchStrategy[dict[str, Any]]:
-    """Return a strategy for settings that transformers does not have."""
     penalty = st.sampled_from([0.0, 0.5, 2.0, -0.5])
     bias = st.dictionaries(st.integers(0, size - 1), st.sampled_from([-100.0, -1.5, 0.25, 100.0]), max_size=4)
     return st.fixed_dictionaries({"presence_penalty": penalty, "frequency_penalty": penalty, "logit_bias": bias})

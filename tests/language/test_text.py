@@ -36,7 +36,6 @@ def spelled(data: bytes) -> str:
 
 
 def ids_of_bytes(tokenizer: Tokenizer, data: bytes) -> list[int]:
-    """Return the ids of single bytes, in a byte-fallback or a byte-level vocabulary."""
     tokens = [(tokenizer.token_id(BYTES[value]), tokenizer.token_id(spelled(bytes([value])))) for value in data]
     return [byte_level if fallback is None else fallback for fallback, byte_level in tokens]  # type: ignore[misc]
 
@@ -70,7 +69,6 @@ def byte_level(merges: bool) -> Tokenizer:
 
 
 def llama_like() -> Tokenizer:
-    """Return a tokenizer with Llama 2's pipeline."""
     trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trained.train_from_iterator(

@@ -35,7 +35,6 @@ ADAPTER_ROWS = 13
 
 
 def model_of(form: Form, dtype: str, shape: list[Any], weight: list[Any], function: bool) -> onnx.ModelProto:
-    """Return a model of one Linear node whose weights are inputs."""
     kind = TYPES[dtype]
     value = helper.make_tensor_value_info
     shapes: dict[str, list[Any]] = {name: [None] * RANKS.get(name.rstrip("012"), 2) for name in form.inputs}
@@ -66,7 +65,6 @@ def needs_library() -> None:
 
 
 def meaning(form: Form, input: torch.Tensor, **terms: torch.Tensor) -> list[torch.Tensor]:
-    """Return the outputs of Linear by its definition in PyTorch."""
     rows = input.transpose(1, 2).flatten(2) if form.input_heads else input
     if form.norm:
         rows = torch.nn.functional.rms_norm(rows, rows.shape[-1:], terms["norm"], form.epsilon)
@@ -362,7 +360,6 @@ def test_an_engine_generates_equal_tokens_with_and_without_the_kernel(
 
 @pytest.mark.parametrize("rows", [1, 12, 256])
 def test_rounding_errors_do_not_add_up_over_the_inputs(rows: int) -> None:
-    """Rounding errors do not accumulate over the inputs: a running sum of 1536 has an error of 7e-7 and more."""
     needs_library()
     rng = np.random.default_rng(rows)
     x, weight = (rng.normal(size=shape).astype(np.float32) for shape in ((1, rows, 1536), (576, 1536)))

@@ -86,7 +86,6 @@ def packed_weight(
 
 
 def model_of(form: Form, dtype: str, shapes: dict[str, Sequence[Any]], weights: list[TensorProto]) -> onnx.ModelProto:
-    """Return a model of one Linear node. Tensors that are no weights are inputs of these shapes."""
     outputs = [f"output{i}" for i in range(form.count)]
     node = helper.make_node(
         "Linear", form.inputs, outputs, domain="kvexport", overload=form.overload, **form.attributes
@@ -155,7 +154,6 @@ def test_products_equal_those_of_the_dequantized_weights(packing: PackedFormat, 
 def test_rows_are_rounded_to_16_bits_and_those_of_prompts_to_8_without_large_numbers(
     packing: PackedFormat, rows: int
 ) -> None:
-    """Rows are rounded to 16 bits, and those of prompts to 8 without large numbers, on machines without tiles."""
     needs_library()
     rng = np.random.default_rng(rows)
     weights, weight = packed_weight(rng, packing, "weight0", 35, 1536)

@@ -130,7 +130,6 @@ def measured_budgets(caller: PtxCaller) -> dict[str, float]:
 
 
 def _counted(caller: PtxCaller, programs: Sequence[str], run: Any) -> int:
-    """Return the instructions of some programs in a call; each of them has to run."""
     names = [f"kv::cuda::{program}" for program in programs]
     for name in names:
         caller.instructions(name)

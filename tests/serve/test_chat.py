@@ -16,7 +16,6 @@ MESSAGES: list[Any] = [{"role": "user", "content": "anna lamp"}, {"role": "assis
 
 @pytest.fixture(scope="module")
 def alone(engine: Engine, server: Running) -> str:
-    """The engine's own answer: 40 tokens, far beyond the budget."""
     return engine_answer(engine, server, MESSAGES)
 
 

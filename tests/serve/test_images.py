@@ -50,7 +50,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of images, with links to a file and a folder beside it."""
     beside = tmp_path_factory.mktemp("images")
     folder = beside / "allowed"
     (folder / "inner").mkdir(parents=True)
@@ -74,7 +73,6 @@ def data(image: bytes, kind: str = "png") -> str:
 
 
 def parts(*content: str | bytes, api: str = "chat") -> list[dict[str, Any]]:
-    """Return the parts of a message in the form of an API: texts, and images by bytes or by an address in <>."""
     return [_part(x, api) for x in content]
 
 

@@ -215,7 +215,6 @@ def test_names_that_cannot_be_are_refused(server: Running, change: dict[str, Any
 
 
 def history(server: Running, session: str) -> str:
-    """Return the text of all tokens of a stored session."""
     snapshot = server.service.sessions.store.get(session)
     return "" if snapshot is None else server.service.engine.tokenizer.decode(snapshot.ids.tolist())
 

@@ -91,7 +91,6 @@ def test_sequences_that_fit_are_answered_from_the_full_cache(
 
 
 def test_a_selection_of_all_entries_equals_the_full_cache(opened: Any, full: Engine) -> None:
-    """A selection of all entries gives the full cache's logits, though the steps read the selected cache."""
     (prompt, tokens) = random_ids(2, 60, 40, vocabulary=64)
     lanes = opened(slots=120).lanes(1)
     lanes.state._settings = lanes.state._settings.model_copy(update={"slots": 119})  # type: ignore[attr-defined]

@@ -69,7 +69,6 @@ class Tab:
         return message
 
     def run(self, expression: str) -> Any:
-        """Return the value of a JavaScript expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")

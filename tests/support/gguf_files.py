@@ -115,7 +115,6 @@ def decoder(
 
 
 def tiny_gguf(checkpoint: Path, file: Path, **more: Any) -> dict[str, NDArray[np.float32]]:
-    """Write a tiny checkpoint as a GGUF file, and return the values that its weights represent."""
     import json
 
     from safetensors.numpy import load_file

@@ -37,8 +37,6 @@ def prompt(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 class Connections(set[Any]):
-    """The open connections of a server, as uvicorn keeps them."""
-
     accepted = 0
 
     def add(self, connection: Any) -> None:

@@ -85,7 +85,6 @@ def given_tokens_logits(
     prompt_lengths: Sequence[int],
     after_call: Callable[[Any], None] | None = None,
 ) -> list[Logits]:
-    """Return the logits of every token of given sequences, computed in one batch."""
     lanes = engine.lanes(len(sequences))
     rows: list[list[Logits]] = [[] for _ in sequences]
 

@@ -29,7 +29,6 @@ def cache_of(key: Any, value: Any = None, votes: Any = None, score: Any = None, 
 
 
 def merged(cache: Arrays, method: Method, budget: int, *, sinks: int = 0, recent: int = 0) -> Arrays:
-    """Return the occupied slots after MergeCache, in order of position."""
     attributes = MergeCacheAttributes(method, budget, sinks, recent)
     key, value, votes, score, position = merge_cache(*tensors_of(cache), attributes=attributes)
     used = int((votes > 0).sum())

@@ -82,7 +82,6 @@ def _value(random: random.Random, like: Any = None) -> Any:
 
 
 def mutations(server: Any, count: int, seed: int) -> Counter[str]:
-    """Send `count` changed requests, and count the answers by status."""
     for path, body in BODIES:
         status, _, answer = server.ask(path, body)
         assert status == 200, (path, body, answer)

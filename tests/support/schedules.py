@@ -38,7 +38,6 @@ class Alone:
         self._known: dict[tuple[Turn, ...], tuple[list[int], str, Snapshot]] = {}
 
     def answer(self, turns: tuple[Turn, ...]) -> tuple[list[int], str, Snapshot]:
-        """Return the tokens, the text and the snapshot of the answer to the last turn."""
         if turns not in self._known:
             start = self.answer(turns[:-1])[2] if len(turns) > 1 else None
             ids, settings = turns[-1]
@@ -129,7 +128,6 @@ class Schedule:
         self._add(Talk(((tuple(ids), self._settings()),), []), None)
 
     def fork(self) -> None:
-        """Fork a running request, sometimes after its prompt was read."""
         if not self.running:
             return
         engine, talk = self._one(self.running)

@@ -55,7 +55,6 @@ print(json.dumps(found))
 
 
 def folder() -> Path | None:
-    """Return the folder of the bindings, or None. The variable KVEXPORT_TENSORRT_BINDINGS has precedence."""
     place = Path(os.environ.get(VARIABLE) or FETCHED)
     return place if (place / "tensorrt_bindings" / "__init__.py").is_file() else None
 

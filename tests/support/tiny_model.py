@@ -21,7 +21,6 @@ def generated(engine: Any, count: int = 40) -> list[list[int]]:
 
 
 def make_checkpoint(folder: Path) -> Path:
-    """Save a random Llama with a tokenizer of single characters."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM

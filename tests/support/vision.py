@@ -191,7 +191,6 @@ def save_processor(kind: str, folder: Path) -> Any:
 
 
 def save_checkpoint(kind: str, folder: Path) -> Path:
-    """Save a random model with the files of its processor."""
     torch.manual_seed(0)
     model = hf.AutoModelForImageTextToText.from_config(save_processor(kind, folder))
     with torch.no_grad():

@@ -47,7 +47,6 @@ def git(root: Path, *arguments: str) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A commit of a package kvexport 1.2.0 without native code."""
     root = tmp_path / "checkout"
     (root / "kvexport").mkdir(parents=True)
     files = {

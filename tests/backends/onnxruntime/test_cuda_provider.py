@@ -228,7 +228,6 @@ Run = tuple[str, int | None]  # a session, and the id of the CUDA graph
 
 
 def runs_of(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
-    """Return a list to which every run from now on is appended."""
     seen: list[Run] = []
     run = engine.model.run
 

@@ -31,7 +31,6 @@ from tests.support.tiny_model import generated
 
 @pytest.fixture
 def cuda_artifact(tiny_artifact: Path, tmp_path: Path) -> Path:
-    """The tiny artifact with the device of its recipe changed to cuda."""
     path = tmp_path / "artifact"
     shutil.copytree(tiny_artifact, path)
     manifest = json.loads((path / "manifest.json").read_text())

@@ -255,7 +255,6 @@ def test_engines_are_validated_as_sessions_are(
 def test_wrong_state_of_any_call_and_layer_is_detected(
     tiny_artifact: Path, tmp_path: Path, plugins: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wrong state is found in any call and layer."""
     from polygraphy.backend import trt
 
     class Wrong(Runner):

@@ -56,7 +56,6 @@ def bits(array: np.ndarray) -> np.ndarray:
 
 
 def every_pattern(dtype: torch.dtype) -> torch.Tensor:
-    """Return every finite value of a 16-bit type."""
     short = torch.arange(65536, dtype=torch.int32).to(torch.int16)
     if dtype.itemsize == 2:
         return finite(short.view(dtype))

@@ -43,7 +43,8 @@ def fact_samples(checkpoint: Path, length: int, count: int) -> list[Sample]:
             sentences = re.split(r"(?<=[.:;]) ", " ".join(manual().split()))
             first = rng.randrange(max(1, len(sentences) // 2))
             sentences = sentences[first:] + sentences[:first]
-            facts = [_code(thing, f"{rng.randrange(10_000):04}") for thing in rng.sample(THINGS, FACTS)]
+            coded = [(f"The code of the {x} is", f"{rng.randrange(10_000):04}") for x in rng.sample(THINGS, FACTS)]
+            facts = [(f"{statement} {number}.", statement, number) for statement, number in coded]
         encode = partial(tokenizer.encode, add_special_tokens=False)
         passage = passage_ids(encode, sentences, [statement for statement, _, _ in facts], length, places)
         if len(passage) < length // 2:
@@ -54,11 +55,6 @@ def fact_samples(checkpoint: Path, length: int, count: int) -> list[Sample]:
         questions = [question_and_answer(encode, question, answer) for _, question, answer in facts]
         results.append(asked_and_answered([*language.start, *passage], questions))
     return results
-
-
-def _code(thing: str, number: str) -> tuple[str, str, str]:
-    statement = f"The code of the {thing} is"
-    return f"{statement} {number}.", statement, number
 
 
 def passage_ids(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,8 @@ def grouped(measured: Measured) -> Measured:
 
 def head_shares_of(measured: Measured, slots: int, least: float) -> tuple[list[list[float]], float]:
     """Return each KV head's share of the slots [layers, heads], relative to the mean, and the shrinkage."""
-    costs, shape = _rows(measured.costs), next(iter(measured.costs.values())).shape[:2]
+    costs = {task: cost.reshape(-1, cost.shape[-1]) for task, cost in measured.costs.items()}
+    shape = next(iter(measured.costs.values())).shape[:2]
     budgets, shrink = robust_budgets(costs, *rows_of(measured), slots, math.ceil(least))
     return (budgets / slots).round(2).reshape(shape).tolist(), shrink
 
@@ -152,7 +153,3 @@ def rows_of(measured: Measured) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return, for n KV heads, the measured budgets [n, budgets] and the most slots that each head can use [n]."""
     heads = next(iter(measured.costs.values())).shape[1]
     return np.repeat(np.array(measured.budgets), heads, 0), np.repeat(np.array(measured.seen), heads)
-
-
-def _rows(costs: Mapping[str, NDArray[np.float64]]) -> dict[str, NDArray[np.float64]]:
-    return {task: cost.reshape(-1, cost.shape[-1]) for task, cost in costs.items()}

@@ -116,27 +116,6 @@ class MemoryPlan:
     def ratio(self) -> float | None:
         return None if self.full_bytes is None else self.full_bytes / self.sequence_bytes
 
-    @property
-    def _bits(self) -> str:
-        bits = 8 * self.weight_bytes / self.parameters
-        return f", {bits:.2f} bits each" if bits < 15.9 else ""
-
-    @property
-    def _experts(self) -> str:
-        at_rest, read = format_bytes(self.expert_bytes), format_bytes(self.expert_read_bytes)
-        return f"{at_rest} of the weights, of which a token reads {read}"
-
-    @property
-    def _adapters(self) -> str:
-        section = self.recipe.adapters
-        return f"{format_bytes(self.adapter_bytes)} for {section.count} of rank {section.rank}"
-
-    @property
-    def _after_prompt(self) -> str:
-        if self.recipe.cache.merge_prompts == "chunks":
-            return ""
-        return f" while its prompt is read; {format_bytes(self.settled_bytes)} of it are used afterwards"
-
     def fit(self, memory: int) -> Fit:
         room = max(0, memory - self.fixed_bytes)
         return Fit(memory, room // state_bytes(self.recipe, self.cache), self._largest_budget(room))
@@ -204,15 +183,21 @@ class MemoryPlan:
         recipe, batch = self.recipe, self.recipe.limits.max_batch
         total = self.weight_bytes + self.image_bytes + self.adapter_bytes + self.arena_bytes + self.batch_bytes
         counted = ", image encoder" * bool(self.image_bytes) + ", adapters" * bool(self.adapter_bytes)
+        bits = 8 * self.weight_bytes / self.parameters
+        of_each = f", {bits:.2f} bits each" if bits < 15.9 else ""
+        at_rest, read = format_bytes(self.expert_bytes), format_bytes(self.expert_read_bytes)
+        adapters = f"{format_bytes(self.adapter_bytes)} for {recipe.adapters.count} of rank {recipe.adapters.rank}"
+        later = f" while its prompt is read; {format_bytes(self.settled_bytes)} of it are used afterwards"
+        later = later * (recipe.cache.merge_prompts != "chunks")
         summary: dict[str, str | int | float | None] = {
             "model": recipe.model.path,
             "dtype": recipe.shown_dtype,
             "method": recipe.cache.method,
-            "weights": f"{format_bytes(self.weight_bytes)}, {self.parameters:,} parameters{self._bits}",
-            **({"experts": self._experts} if self.expert_bytes else {}),
+            "weights": f"{format_bytes(self.weight_bytes)}, {self.parameters:,} parameters{of_each}",
+            **({"experts": f"{at_rest} of the weights, of which a token reads {read}"} if self.expert_bytes else {}),
             **({"image encoder": f"{format_bytes(self.image_bytes)} of weights"} if self.image_bytes else {}),
-            **({"adapters": self._adapters} if self.adapter_bytes else {}),
-            "cache of 1 sequence": format_bytes(self.sequence_bytes) + self._after_prompt,
+            **({"adapters": adapters} if self.adapter_bytes else {}),
+            "cache of 1 sequence": format_bytes(self.sequence_bytes) + later,
             f"cache of {batch} sequences": format_bytes(self.batch_bytes),
             **({"activations and CUDA": f"about {format_bytes(self.arena_bytes)}"} if self.arena_bytes else {}),
             f"weights{counted} and caches": f"{format_bytes(total)}; {self._left_out}",

@@ -75,9 +75,6 @@ class Difference:
     head: int | None  # KV head; None for tensors without heads
     slot: int  # slot of the cache, or index of the token within the call
 
-    def at(self, lane: int, head: int) -> Difference:
-        return replace(self, lane=lane, head=head)
-
 
 def norm(x: Array) -> Array:
     return np.asarray(np.linalg.norm(x.astype(np.float64), axis=-1))

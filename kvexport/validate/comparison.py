@@ -113,7 +113,7 @@ class Comparison:
         with in_float64():
             exact = self.reference.image_rows(arguments)
         self._add_errors(("encode", "image"), picture.images.rows, rows, exact, np.ones(len(exact), bool))
-        self.pictures = [picture.with_rows(rows), picture]
+        self.pictures = [picture._replace(images=replace(picture.images, rows=rows)), picture]
 
     def finish(self) -> None:
         self.result.own_kl = float(np.mean(self.independent.kl)) if self.independent.kl else 0.0
@@ -245,7 +245,7 @@ class Comparison:
         largest: dict[str, float],
         tolerance: Tolerance,
     ) -> list[Difference | None]:
-        real = _real(feed) if actual.shape[1] == feed["input_ids"].shape[1] else feed["query_length"] > 0
+        real = _real_logits(feed, actual)
         gap = np.where(real, norm(actual.astype(np.float64) - expected), 0.0)
         _keep(largest, "logits", gap / np.maximum(norm(expected), 1e-30))
         return [worst("logits", gap, tolerance.hidden * norm(expected))]
@@ -281,8 +281,7 @@ class Comparison:
                     new = norm(expected[name].astype(np.float64) - before[name]) > 0
                     self._add_errors((phase, name), actual[name], expected[name], truth[name], new)
         logits = exact["logits"]
-        real = _real(feed) if logits.shape[1] == feed["input_ids"].shape[1] else feed["query_length"] > 0
-        self._add_errors((phase, "logits"), separate["logits"], present["logits"], logits, real)
+        self._add_errors((phase, "logits"), separate["logits"], present["logits"], logits, _real_logits(feed, logits))
         for lane in np.flatnonzero(feed["query_length"]):
             row = feed["query_length"][lane, 0] - 1 if logits.shape[1] > 1 else 0
             self.rounding_kl.append(kl(logits[lane, row], present["logits"][lane, row]))
@@ -386,6 +385,10 @@ def _keep(largest: dict[str, float], kind: str, sizes: NDArray[Any]) -> None:
 def _real(feed: Arrays) -> NDArray[Any]:
     real: NDArray[Any] = np.arange(feed["input_ids"].shape[1]) < feed["query_length"]
     return real
+
+
+def _real_logits(feed: Arrays, logits: NDArray[Any]) -> NDArray[Any]:
+    return _real(feed) if logits.shape[1] == feed["input_ids"].shape[1] else feed["query_length"] > 0
 
 
 def _are_largest(top: TopLogits | None, logits: NDArray[np.float32]) -> bool:

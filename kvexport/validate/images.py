@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvexport.export.vision import prepare, read_processor
 from kvexport.images.rows import CallImages, PromptImages, call_images, chunk_borders, places_of
@@ -19,9 +17,6 @@ class Picture(NamedTuple):
     ids: Ids  # tokens that stand for the picture
     places: Ids  # for each of these tokens, the number of its row from 1; 0 for none
     images: PromptImages  # rows that the engine's image encoder computed
-
-    def with_rows(self, rows: NDArray[np.float32]) -> Picture:
-        return self._replace(images=replace(self.images, rows=rows))
 
     def borders(self, chunk: int) -> list[int]:
         return chunk_borders(self.places, self.images, 0, chunk)

@@ -16,7 +16,7 @@ equal in float32, and the order of slots then decides.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -90,23 +90,16 @@ def _differing_heads(
     actual, expected = ([state[name] for name in names] for state in (engine, reference))
     if all(np.array_equal(a, b) for a, b in zip(actual, expected, strict=True)):
         return []
-    parts = zip(named_heads(layer, actual), named_heads(layer, expected), strict=True)
-    heads = [
-        [{name: x[:, head : head + 1] for name, x in state.items()} for state in both]
-        for both in parts
-        for head in range(both[0]["votes"].shape[1])
-    ]
-    return [
-        difference.at(lane, head)
-        for lane in range(len(actual[0]))
-        for head, both in enumerate(heads)
-        if (difference := _lane_difference(method, both, lane, tolerance))
-    ]
-
-
-def _lane_difference(method: Method, both: Sequence[Arrays], lane: int, tolerance: Tolerance) -> Difference | None:
-    own, other = ({name: x[lane : lane + 1] for name, x in state.items()} for state in both)
-    return heads_difference(method, own, other, tolerance)
+    found = []
+    for lane in range(len(actual[0])):
+        head = 0
+        for both in zip(named_heads(layer, actual), named_heads(layer, expected), strict=True):
+            for own in range(both[0]["votes"].shape[1]):
+                a, b = ({name: x[lane : lane + 1, own : own + 1] for name, x in state.items()} for state in both)
+                if difference := heads_difference(method, a, b, tolerance):
+                    found.append(replace(difference, lane=lane, head=head))
+                head += 1
+    return found
 
 
 def _explained(

@@ -61,6 +61,8 @@ def validate_artifact(
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> ValidationResult:
     require("validate")
+    from polygraphy.logger import G_LOGGER
+
     from kvexport.export.build import read_model
     from kvexport.export.weights.write import DATA_FILE
     from kvexport.validate.compare import LAYERS, tolerance_of
@@ -121,7 +123,7 @@ def validate_artifact(
         own_kl_allowed=OWN_KL[recipe.model.dtype],
         unmerged=sum(sum(b >= len(tokens[0]) for b in x.budget) for x in engine.plan.caches if x.merges),
     )
-    _quiet_polygraphy()
+    G_LOGGER.module_severity = G_LOGGER.CRITICAL
     comparison, pixels = Comparison(engine, runners, cut, reference, result), {}
     if picture is not None and texts[0].startswith(IMAGE):
         with progress("encoding an image", None):
@@ -190,9 +192,3 @@ def _estimate(reference: TorchReference, calls: list[tuple[list[Ids], bool]], wh
             trial = reference.time_decode(len(widest), max(map(len, widest)))
             seconds += trial * (2.0 * len(of_phase) + FLOAT64 * whole / 2)
     return f"about {format_seconds(seconds)}"
-
-
-def _quiet_polygraphy() -> None:
-    from polygraphy.logger import G_LOGGER
-
-    G_LOGGER.module_severity = G_LOGGER.CRITICAL

@@ -51,6 +51,13 @@ def summary(result: ValidationResult) -> dict[str, Any]:
         )
     if result.warning:
         distances["warning"] = result.warning
+    unmerged = (
+        f"{result.unmerged} of {len(result.budgets)} KV heads have budgets of {max(result.tokens)} slots or "
+        "more, and merged nothing; --length N with a longer sequence compares their merges too"
+    )
+    no_image = (
+        f"not compared: the picture takes {result.no_image} tokens; --length {2 * result.no_image} has room for it"
+    )
     return {
         "result": "passed" if result.passed else f"FAILED: {'; '.join(result.problems)}",
         "artifact": result.artifact,
@@ -61,8 +68,8 @@ def summary(result: ValidationResult) -> dict[str, Any]:
         "tokens per sequence": ", ".join(f"{n} ({kind})" for n, kind in zip(result.tokens, result.texts, strict=True)),
         "budget, slots of a KV head": budgets[0] if len(budgets) == 1 else f"{budgets[0]} to {budgets[-1]}",
         "calls compared": f"{len(result.steps)} ({calls})",
-        **({"merges not compared": _unmerged(result)} if result.unmerged else {}),
-        **({"images": _no_image(result.no_image)} if result.no_image else {}),
+        **({"merges not compared": unmerged} if result.unmerged else {}),
+        **({"images": no_image} if result.no_image else {}),
         "head-merges that differ from PyTorch's by a tie": f"{len(result.flips)} of {result.head_merges}",
         "in-place buffers": "bit-identical" if result.in_place_identical else "DIFFERS",
         **({} if result.top_logits_hold is None else {"top logits": "right" if result.top_logits_hold else "WRONG"}),
@@ -83,17 +90,6 @@ def _parted(result: ValidationResult) -> str:
     return (
         f"; ties that rounding decides, by tokens: {lanes}; PyTorch goes on from the engine's caches" if lanes else ""
     )
-
-
-def _unmerged(result: ValidationResult) -> str:
-    return (
-        f"{result.unmerged} of {len(result.budgets)} KV heads have budgets of {max(result.tokens)} slots or "
-        "more, and merged nothing; --length N with a longer sequence compares their merges too"
-    )
-
-
-def _no_image(tokens: int) -> str:
-    return f"not compared: the picture takes {tokens} tokens; --length {2 * tokens} has room for it"
 
 
 def _layers(result: ValidationResult) -> dict[str, str]:

@@ -70,15 +70,6 @@ class Cuda:
     def synchronize(self, stream: Any) -> None:
         self.call("cudaStreamSynchronize", stream)
 
-    def event(self) -> Any:
-        return self.call("cudaEventCreateWithFlags", self.api.cudaEventDisableTiming)
-
-    def record(self, event: Any, stream: Any) -> None:
-        self.call("cudaEventRecord", event, stream)
-
-    def wait(self, event: Any) -> None:
-        self.call("cudaEventSynchronize", event)
-
     def copy(self, target: int, source: int, count: int, stream: Any) -> None:
         self.call("cudaMemcpyAsync", target, source, count, self.api.cudaMemcpyKind.cudaMemcpyDefault, stream)
 
@@ -96,9 +87,6 @@ class Cuda:
             return self.call("cudaGraphInstantiate", graph, 0)
         finally:
             self.call("cudaGraphDestroy", graph)
-
-    def launch(self, graph: Any, stream: Any) -> None:
-        self.call("cudaGraphLaunch", graph, stream)
 
 
 class Replay:
@@ -124,7 +112,7 @@ class Replay:
                 self._warn(error.problem)
         self._calls += 1
         if self._graph is not None:
-            self._cuda.launch(self._graph, self._stream)
+            self._cuda.call("cudaGraphLaunch", self._graph, self._stream)
         else:
             enqueue()
 

@@ -37,7 +37,8 @@ def for_tensorrt(
 
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
-    plugins = {i: _plugin_node(node) for i, node in enumerate(copy.graph.node) if _is_own(node)}
+    own = [(i, x) for i, x in enumerate(copy.graph.node) if x.domain == NAMESPACE and x.op_type in OPERATORS]
+    plugins = {i: _plugin_node(node) for i, node in own}
     whys: dict[str, str] = {}
     for node in plugins.values():
         whys[node.op_type] = whys.get(node.op_type) or refusal(node) or ""
@@ -57,10 +58,6 @@ def for_tensorrt(
         if node.domain == NAMESPACE:
             node.overload = ""
     return with_typed_weights(seen), whys
-
-
-def _is_own(node: onnx.NodeProto) -> bool:
-    return node.domain == NAMESPACE and node.op_type in OPERATORS
 
 
 def _plugin_node(node: onnx.NodeProto) -> onnx.NodeProto:

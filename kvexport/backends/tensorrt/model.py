@@ -233,14 +233,14 @@ class Phase:
             }
             self.largest = Arena(self.cuda, tensors, pinned=True)
         self._calls: dict[tuple[int, int] | None, Call] = {}
-        self._event = self.cuda.event()
+        self._event = self.cuda.call("cudaEventCreateWithFlags", self.cuda.api.cudaEventDisableTiming)
         weakref.finalize(self, self.cuda.api.cudaEventDestroy, self._event).atexit = False
 
     def mark(self) -> Pending:
-        self.cuda.record(self._event, self.stream)
+        self.cuda.call("cudaEventRecord", self._event, self.stream)
 
         def rows() -> Rows:
-            self.cuda.wait(self._event)
+            self.cuda.call("cudaEventSynchronize", self._event)
             return self
 
         return rows

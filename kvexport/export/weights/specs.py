@@ -61,7 +61,8 @@ def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spe
         )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     rounded = _packed_only(rounded_formats(model, recipe))
-    embeddings, layouts, expansions = _embeddings(model), expert_layouts(model), expansion_weights(model)
+    embeddings = {f"{prefix}.weight" for prefix, x in model.named_modules() if isinstance(x, nn.Embedding)}
+    layouts, expansions = expert_layouts(model), expansion_weights(model)
     specs: list[Spec] = []
     for name, initializer in names.items():
         dtype: Any = str(parameters[name].dtype).removeprefix("torch.")  # a float16 model has a few in float32
@@ -178,10 +179,6 @@ def packings(specs: Sequence[Spec]) -> dict[str, PackedFormat]:
         for spec in specs
         if isinstance(spec, ComputedSpec) and spec.source.packing is not None
     }
-
-
-def _embeddings(model: Any) -> set[str]:
-    return {f"{prefix}.weight" for prefix, module in model.named_modules() if isinstance(module, nn.Embedding)}
 
 
 def _why_floats(source: Source, recipe: Recipe, *, picked: bool) -> str:

@@ -5,8 +5,6 @@ the layer occupies, or all slots of a head with a smaller capacity (`LayerCache.
 queries (recent queries that some compression methods keep) are cut to the queries that later merges still read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The search for kvexport's native libraries (shared objects), and the reasons why one cannot be loaded."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """The division of a KV-cache budget among KV heads or layers so that evictions raise the model's loss least."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import product
 

@@ -1,7 +1,5 @@
 """The measured budgets of a build: the share of cache slots that calibration gives each KV head, or equal budgets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

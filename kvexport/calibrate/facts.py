@@ -1,7 +1,5 @@
 """Calibration texts with facts and questions about them, and the language of a checkpoint's calibration texts."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """`kvexport calibrate`: cache budgets of KV heads by the loss that evictions from each head cause."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace

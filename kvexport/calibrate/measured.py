@@ -5,8 +5,6 @@ checkpoint's headers, of the size and time of its files, and of the cache settin
 checkpoint that changes is therefore measured again.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """The texts on which budgets are measured: several kinds of text in several languages, or the user's own files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

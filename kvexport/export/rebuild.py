@@ -4,8 +4,6 @@ The artifact's ONNX graphs may come from another machine. The backend builds its
 from them.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

@@ -4,8 +4,6 @@ The stages trace the model while its weights are written, write the ONNX graphs,
 imports torch and transformers, which commands that only read an artifact do without.
 """
 
-from __future__ import annotations
-
 import gc
 import platform
 from collections.abc import Callable, Sequence

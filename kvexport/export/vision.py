@@ -6,8 +6,6 @@ tile of an image. A model that does more with images is refused with a reason be
 is built to read only text.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import re

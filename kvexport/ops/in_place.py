@@ -5,8 +5,6 @@ Most programs change only tensors that they have just computed, or a slice of su
 returns a new tensor gives the same values, and later nodes read the new tensor.
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 from typing import Any

@@ -17,8 +17,6 @@ shared keys. ONNX Runtime's CPU and CUDA providers have a kernel for the operato
 defines it for other runtimes.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import onnx

@@ -3,8 +3,6 @@
 A step is skipped only if it does not change the result.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """ONNX translations of the PyTorch operators that torch.onnx translates in another way, or not at all."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

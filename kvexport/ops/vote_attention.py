@@ -8,8 +8,6 @@ is traced from `vote_attention` (`kvexport.ops.onnx_function`), and `tests/confo
 exported graph contains `read_attention` as standard ONNX operators.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The allocation of the KV cache's budget, a number of slots, to layers and KV heads."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Weights, KV caches and LoRA adapters are counted exactly. Activations, and memor
 estimated on a GPU and not counted on the CPU.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

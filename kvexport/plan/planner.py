@@ -1,7 +1,5 @@
 """The cache plan of a recipe for a model: the budget of every KV cache, and checks that its entries have room."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Comparison of two states of a layer's KV cache, or of two arrays, within tolerances."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any

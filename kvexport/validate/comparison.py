@@ -3,8 +3,6 @@
 In a whole run the engine and PyTorch each go on from their own state, from the first token to the last.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace

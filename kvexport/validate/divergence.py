@@ -1,7 +1,5 @@
 """The distance between the engine's next-token distributions and the uncompressed model's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

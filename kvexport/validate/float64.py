@@ -1,7 +1,5 @@
 """PyTorch arithmetic in float64, exact or with random errors of the size of float32's rounding."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The picture at the start of a validation's first sequence, and its embeddings by the engine and by PyTorch."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -4,8 +4,6 @@
 long. Every layer has the same KV cache as in the artifact.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

@@ -13,8 +13,6 @@ in float32 may be farther from all random merges than these are from one another
 equal in float32, and the order of slots then decides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

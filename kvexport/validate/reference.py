@@ -1,7 +1,5 @@
 """The PyTorch reference: the Hugging Face model, run eagerly with kvexport's operators as its attention and cache."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import time

@@ -1,7 +1,5 @@
 """The result of a validation, the comparison of an exported model with PyTorch: its differences and problems."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any

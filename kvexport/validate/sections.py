@@ -1,7 +1,5 @@
 """The report of a validation (comparison of an exported model with PyTorch): tables and figures."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -4,8 +4,6 @@ Deployed engines run in this way. The engine that is compared with PyTorch runs 
 token before the next step begins. Both run the same kernels, so their tokens must be equal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

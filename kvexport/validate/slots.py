@@ -5,8 +5,6 @@ artifact allows, and PyTorch copies every slot in each call. The PyTorch referen
 be used, and a decoder call reads only the slots in use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The token sequences on which an exported model is validated: text and random tokens, longer than every budget."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any

@@ -3,8 +3,6 @@
 GPUs are found with NVIDIA's driver library, libcuda, without torch and without the CUDA toolkit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import io

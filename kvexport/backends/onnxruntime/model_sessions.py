@@ -1,7 +1,5 @@
 """The ONNX Runtime sessions of an artifact: how they are opened, run, and replayed as CUDA graphs."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import threading

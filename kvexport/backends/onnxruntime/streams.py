@@ -1,7 +1,5 @@
 """The CUDA stream in which a model's ONNX Runtime sessions run, so that the host need not wait between two runs."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The CUDA runtime calls of the TensorRT backend, by NVIDIA's package cuda-bindings, with checks of their errors."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import weakref

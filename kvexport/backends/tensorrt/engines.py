@@ -4,8 +4,6 @@ A plan runs only with the TensorRT version and the kind of GPU that built it, so
 run it. TensorRT's log becomes the artifact's file tensorrt.log.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterator

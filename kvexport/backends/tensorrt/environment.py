@@ -1,7 +1,5 @@
 """Checks of TensorRT and the GPU before TensorRT is used, because TensorRT crashes without a GPU driver."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The classes derive from TensorRT's own classes, so they are defined after TensorRT is imported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvexport.terminal import Task

@@ -1,7 +1,5 @@
 """Loading of an artifact's TensorRT engines from their plan files, and execution contexts of the engines."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

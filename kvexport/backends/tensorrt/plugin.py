@@ -3,8 +3,6 @@
 Without the library, or for a node that it does not support, an engine is built from the node's ONNX function.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -9,8 +9,6 @@ the other, where R is the sum of the adapters' ranks. `second` [R, outputs] is t
 `adapter_rows` [B, 1, R] is 1 at the ranks of the adapter that a batch lane uses, and 0 at all others.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 

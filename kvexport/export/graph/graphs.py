@@ -1,7 +1,5 @@
 """The ONNX graphs of an artifact: from traces, the cache plan, and the size of the vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ difference is therefore found wherever it comes from: the config, a module's typ
 layer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -5,8 +5,6 @@ belongs to a layer if it depends on the hidden state within the layer's borders,
 other values that these nodes read (positions, rotary tables, sizes, constants) are shared by all layers.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field

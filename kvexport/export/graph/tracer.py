@@ -1,7 +1,5 @@
 """The trace of a Hugging Face decoder without its weights as an ONNX graph, with VoteAttention nodes as attention."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache

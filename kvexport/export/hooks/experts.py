@@ -6,8 +6,6 @@ placeholder operator, which becomes the Experts node of a trace. `experts_form` 
 between its two matrix products.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

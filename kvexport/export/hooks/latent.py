@@ -7,8 +7,6 @@ attention with one KV head, whose key is the latent vector followed by the rotat
 latent vector [r]. A merge of latent vectors in the KV cache therefore merges the keys and values of every head.
 """
 
-from __future__ import annotations
-
 from contextvars import ContextVar
 from functools import partial
 from types import SimpleNamespace

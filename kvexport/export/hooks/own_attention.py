@@ -9,8 +9,6 @@ in `POSITION_SIZE` numbers behind their own. A merged key therefore has the mean
 weights of the merge.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from typing import Any

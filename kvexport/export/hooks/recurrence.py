@@ -10,8 +10,6 @@ the PyTorch reference it calls the replaced function. Tokens beyond the `query_l
 change no state.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator

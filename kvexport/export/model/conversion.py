@@ -8,8 +8,6 @@ If a checkpoint has a packed matrix for each expert, the weight of all experts o
 its outputs are those of the matrices, one matrix after another, so that a build copies integer codes and scales.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

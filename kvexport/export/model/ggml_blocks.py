@@ -6,8 +6,6 @@ so the float by which all minimums of a block are multiplied (the super-scale) i
 ggml-quants.c; tests compare the values with `gguf.dequantize`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 Source: llama.cpp's gguf-py/gguf/constants.py and convert_hf_to_gguf.py.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

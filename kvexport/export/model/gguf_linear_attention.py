@@ -12,8 +12,6 @@ llama.cpp splits and orders the tensors of such a layer in its own way:
 Sources: llama.cpp's convert_hf_to_gguf.py, and transformers' integrations/gguf/gguf_conversion_mapping.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 The module gguf_architectures.py lists the model architectures that are read.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

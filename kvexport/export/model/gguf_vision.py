@@ -5,8 +5,6 @@ and the settings of an image processor. Source of the names: llama.cpp's gguf-py
 tensor_mapping.py. `_PROJECTORS` lists the models that are read, by the file's clip.projector_type.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Construction of Hugging Face decoders without weights, and refusal of models that kvexport cannot export."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

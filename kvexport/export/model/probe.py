@@ -3,8 +3,6 @@
 A model that kvexport cannot export is refused with an error that names the reason.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Collection
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Compression methods that rotate keys, and the setting `cache.positions: cache`, 
 keys are rotated in another way than by position times frequency is refused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator

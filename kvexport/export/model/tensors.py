@@ -1,7 +1,5 @@
 """A checkpoint whose headers were read. A weight is a tensor in one of the files, or is computed from such tensors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What a Linear or Experts node computes, read from its attributes, and the replacement of nodes by one Linear node."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -6,8 +6,6 @@ must run before the node that writes. And the node that writes must read each el
 it writes single rows, or element by element.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import onnx

@@ -11,8 +11,6 @@ weight. The bytes of a packed weight are already in the layout of MatMulNBits (`
 module gives its initializers the types of that operator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

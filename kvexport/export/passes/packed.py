@@ -18,8 +18,6 @@ ONNX Runtime's CUDA provider has no kernels of operators on bits, so for it the 
 with g the number of inputs that share a scale.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The interface of a pass over an ONNX graph, the log of how often each pass applied, and two simple passes."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Such weights are packed weights of a quantized checkpoint, weights that the buil
 are assembled from several tensors. They are computed in blocks of rows while they are written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

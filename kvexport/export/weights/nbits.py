@@ -7,8 +7,6 @@ codes of 4 bits, codes of 5 or 6 bits and the values of a table become codes of 
 super-scales become float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any

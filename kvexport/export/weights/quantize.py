@@ -7,8 +7,6 @@ normally distributed weights the squared error is 0.9 times that of the first ca
 search through 80 scales.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

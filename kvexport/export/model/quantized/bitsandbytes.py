@@ -5,8 +5,6 @@ matrix, with the first code of a byte in the high half. The weights are therefor
 QuantState and dequantize_4bit.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any

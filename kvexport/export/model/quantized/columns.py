@@ -7,8 +7,6 @@ of GPTQ stores each zero point minus 1. The tensor `g_idx` has the group of ever
 code. Sources: AutoGPTQ's qlinear_cuda, GPTQModel's convert_gptq_v1_to_v2_format, AutoAWQ's packing_utils.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 

@@ -13,8 +13,6 @@ Sources: compressed-tensors' NVFP4PackedCompressor, ModelOpt's NVFP4QTensor, tra
 OCP Microscaling Formats 1.0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The quantization that a checkpoint declares, and the choice of a reader for its layout."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Functions that the readers of all quantized layouts share: checks of tensors, and reading of tensors or columns."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from typing import Any

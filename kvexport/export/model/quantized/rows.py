@@ -7,8 +7,6 @@ weight is float * scale, with one scale for the tensor, an output, or a block. S
 pack_to_int32, dequantize; transformers' finegrained_fp8; ModelOpt's hf_quant_config.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any

@@ -151,17 +151,13 @@ def _tensor_difference(name: str, method: Method, a: Array, b: Array, tolerance:
         if name == "votes":
             return worst(name, np.where((a > 0) == (b > 0), gap, np.inf), tolerance.votes * size)
         if name == "score":
-            return _score_difference(method, gap, size, tolerance)
+            for k, statistic in enumerate(method.statistics):
+                least = 1.0 if statistic.kind == "log_ema" else NO_SCORE / tolerance.scores
+                off = np.where((size[:, :, k] > NOTHING_YET) & (gap[:, :, k] < NOTHING_YET * 1e-3), 0.0, gap[:, :, k])
+                if difference := worst(name, off, tolerance.scores * np.maximum(size[:, :, k], least)):
+                    return difference
+            return None
         return worst(name, gap.reshape(*gap.shape[:2], -1), 0.0 if name == "position" else tolerance.votes)
-
-
-def _score_difference(method: Method, gap: Array, size: Array, tolerance: Tolerance) -> Difference | None:
-    for k, statistic in enumerate(method.statistics):
-        least = 1.0 if statistic.kind == "log_ema" else NO_SCORE / tolerance.scores
-        off = np.where((size[:, :, k] > NOTHING_YET) & (gap[:, :, k] < NOTHING_YET * 1e-3), 0.0, gap[:, :, k])
-        if difference := worst("score", off, tolerance.scores * np.maximum(size[:, :, k], least)):
-            return difference
-    return None
 
 
 def largest_differences(name: str, a: Array, b: Array, heads: Array | None = None) -> float:

@@ -84,7 +84,8 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
     linear: dict[str, dict[str, TensorEntry]] = {}
     kind, architecture = _architecture(gguf)
     of_linear = (*TENSORS, *PROJECTIONS.get(architecture.linear, ())) if architecture.linear else ()
-    drafted = _drafted_layer(gguf, kind)
+    drafts, layers = (gguf.metadata.get(f"{kind}.{key}", 0) for key in ("nextn_predict_layers", "block_count"))
+    drafted = str(layers - 1) if drafts == 1 and type(layers) is int else None
     shared = {own for own, count in Counter(architecture.names.values()).items() if count > 1}
     for stored, entry in _apart(gguf, kind, architecture):
         match = _TENSOR.fullmatch(stored)
@@ -255,16 +256,12 @@ def experts_of(prefix: str, stored: Mapping[tuple[str, str], TensorEntry]) -> di
     """Return the weights and biases of a GGUF layer's experts in the layout of an artifact, by parameter name."""
     down = _required(stored, DOWN_EXPERTS, prefix)
     joined = stored.get((GATE_UP_EXPERTS, "weight"))
-    if joined is not None and len(joined.shape) == len(down.shape) == 3 and len(stored) == 2:  # without biases
-        return {
-            f"{prefix}.{GATE_UP}": _joined(f"{prefix}.{GATE_UP}", joined.shape, (joined,)),
-            f"{prefix}.{DOWN}": _joined(f"{prefix}.{DOWN}", down.shape, (down,)),
-        }
-    if (GATE_EXPERTS, "weight") not in stored and len(stored) == 2:  # without gates and biases (Nemotron-H)
-        up = _required(stored, UP_EXPERTS, prefix)
+    if (GATE_EXPERTS, "weight") not in stored and len(stored) == 2:  # gates are with the ups, or missing (Nemotron-H)
+        with_gates = joined is not None and len(joined.shape) == len(down.shape) == 3
+        up = joined if joined is not None and with_gates else _required(stored, UP_EXPERTS, prefix)
         return {
             f"{prefix}.{name}": _joined(f"{prefix}.{name}", entry.shape, (entry,))
-            for name, entry in ((UP, up), (DOWN, down))
+            for name, entry in ((GATE_UP if with_gates else UP, up), (DOWN, down))
         }
     gate, up = (_required(stored, name, prefix) for name in (GATE_EXPERTS, UP_EXPERTS))
     for entry in (gate, up, down):
@@ -309,11 +306,6 @@ def _joined(name: str, shape: tuple[int, ...], stacked: Sequence[TensorEntry]) -
 
 def _expert(entry: TensorEntry, i: int) -> TensorEntry:
     return replace(_rows(entry, i, i + 1), shape=entry.shape[1:])
-
-
-def _drafted_layer(gguf: Gguf, kind: str) -> str | None:
-    drafted, layers = (gguf.metadata.get(f"{kind}.{key}", 0) for key in ("nextn_predict_layers", "block_count"))
-    return str(layers - 1) if drafted == 1 and type(layers) is int else None
 
 
 def _linear_heads(gguf: Gguf, kind: str) -> LinearHeads:

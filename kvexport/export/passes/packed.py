@@ -74,7 +74,10 @@ def put_packed(
         gathers = [node for node in gathers if "axis" not in node.attributes or node.attributes["axis"].as_int() == 0]
         del model.graph.initializers[name]
         for node in gathers:
-            put.library_embedding(node) if library else put.embedding(node)
+            rows, old = put.library_embedding(node) if library else put.embedding(node), node.outputs[0]
+            _like(rows, old, str(old.name))
+            ir.convenience.replace_all_uses_with(old, rows, replace_graph_outputs=True)
+            model.graph.remove(node, safe=True)
             parts = ("zero", "scale", "minimum")
             renamed |= {component_name(name, f"{part}_{ROWS}"): component_name(name, part) for part in parts}
             renamed[component_name(name, ROWS)] = name
@@ -179,8 +182,8 @@ class _Putter:
         value.meta[_PACKED] = Packed(self.packing, [*parts.values()])
         return value
 
-    def embedding(self, gather: ir.Node) -> None:
-        """Replace a Gather of the weight's rows by nodes that gather the packed rows and dequantize them."""
+    def embedding(self, gather: ir.Node) -> ir.Value:
+        """Add nodes that gather the packed rows and dequantize them, in place of a Gather of the weight's rows."""
         self.before, ids, kind = gather, gather.inputs[1], self.packing.kind
         assert ids is not None
         inputs, lines, picked = {"ids": ids}, list[str](), dict[str, str]()
@@ -196,14 +199,10 @@ class _Putter:
                 lines += _codes(picked[name], signed=dtype == "int4")
                 picked[name] += "_codes"
         more, result = dequantized([*picked.values()], kind, self.packing.group, axis=2)
-        rows = self.cast(self.computed([*lines, *more], inputs, result), ir.DataType.FLOAT, self.dtype)
-        old = gather.outputs[0]
-        _like(rows, old, str(old.name))
-        ir.convenience.replace_all_uses_with(old, rows, replace_graph_outputs=True)
-        self.graph.remove(gather, safe=True)
+        return self.cast(self.computed([*lines, *more], inputs, result), ir.DataType.FLOAT, self.dtype)
 
-    def library_embedding(self, gather: ir.Node) -> None:
-        """Replace a Gather of the packed weight's rows by ONNX Runtime's GatherBlockQuantized."""
+    def library_embedding(self, gather: ir.Node) -> ir.Value:
+        """Add ONNX Runtime's GatherBlockQuantized in place of a Gather of the weight's rows."""
         self.before = gather
         packing, (n, k) = self.packing, self.shape
         groups, ids = k // packing.group, gather.inputs[1]
@@ -226,9 +225,7 @@ class _Putter:
             least = self.node("Unsqueeze", [picked, self.constant([-1])])
             apart = self.node("Reshape", [rows, self.constant([0, 0, groups, packing.group])])
             rows = self.node("Reshape", [self.node("Add", [apart, least]), self.constant([0, 0, k])])
-        old = gather.outputs[0]
-        _like(rows, old, str(old.name))
-        ir.convenience.replace_all_uses_with(old, rows, replace_graph_outputs=True)
+        return rows
 
 
 def _codes(name: str, *, signed: bool) -> list[str]:

@@ -28,20 +28,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The second part of the tests, `make test-kernels`: kernels that take a compiler of their own (CUDA's on the host, PTX,
 # TensorRT's plugins, other processors under emulation, sanitizers), and planted bugs. `make test` is the first part.
 KERNELS = (
-    "tests/backends/onnxruntime/test_cuda_provider.py",
-    "tests/backends/onnxruntime/test_operators.py",
-    "tests/backends/tensorrt/test_lean.py",
-    "tests/backends/tensorrt/test_library.py",
-    "tests/backends/tensorrt/test_*plugins.py",
-    "tests/conformance/test_*_on_host.py",
-    "tests/conformance/test_cuda_*.py",
-    "tests/conformance/test_garbage.py",
-    "tests/conformance/test_ptx.py",
-    "tests/plugins/*",
-    "tests/tools/test_gpu_check*.py",
-    "tests/tools/test_release.py",
+    "tests/backends/onnxruntime/test_cuda_provider.py", "tests/backends/onnxruntime/test_operators.py",
+    "tests/backends/tensorrt/test_lean.py", "tests/backends/tensorrt/test_library.py",
+    "tests/backends/tensorrt/test_*plugins.py", "tests/conformance/test_*_on_host.py",
+    "tests/conformance/test_cuda_*.py", "tests/conformance/test_garbage.py", "tests/conformance/test_ptx.py",
+    "tests/plugins/*", "tests/tools/test_gpu_check*.py", "tests/tools/test_release.py",
     "tests/validate/test_mutants.py",
-)
+)  # fmt: skip
 KERNEL_BACKENDS = {"cuda-on-host", "onnxruntime-cuda-on-host", "cuda-ptx", "tensorrt-plugin"}
 # These tests run first: they are long and in few files, and at the end they would occupy one worker while the others
 # are idle; or they trace most of the functions that other tests reuse.
@@ -92,7 +85,6 @@ def traces(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a random Llama, built by `make_checkpoint`."""
     return make_checkpoint(tmp_path_factory.mktemp("tiny") / "checkpoint")
 
 
@@ -162,10 +154,7 @@ def no_sync() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[Callable[[], int]]:
-    """Give engines one thread: a second one, woken for every operator, would take the core of another worker.
-
-    The value is the replaced function, which has a test of its own.
-    """
+    """Give engines one thread: a second one, woken for every operator, would take the core of another worker."""
     from kvexport.backends.onnxruntime import backend
 
     threads = backend._threads

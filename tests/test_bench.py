@@ -25,15 +25,10 @@ def test_every_batch_and_context_is_measured(tiny_artifact: Path) -> None:
     assert "Decoding" in render_text(sections(result))
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["--context", "100000"], "the artifact takes"),
-        (["--context", "9", "--batch", "1,900"], "a batch of 900"),
-        (["--batch", "0"], "--batch is '0'"),
-        (["--context", "a,b"], "--context is 'a,b'"),
-    ],
-)
+@pytest.mark.parametrize(("words", "named"), [
+    (["--context", "100000"], "the artifact takes"), (["--context", "9", "--batch", "1,900"], "a batch of 900"),
+    (["--batch", "0"], "--batch is '0'"), (["--context", "a,b"], "--context is 'a,b'"),
+])  # fmt: skip
 def test_impossible_measurements_are_refused(tiny_artifact: Path, words: list[str], named: str) -> None:
     assert named in command_line.failure(2, "bench", tiny_artifact, *words)
 

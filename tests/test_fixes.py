@@ -169,18 +169,10 @@ CASES = [
 
 # What the words of a fix line stand for, longest first.
 WORDS = {
-    "NAME=FOLDER": "one=ONE",
-    "FOLDER/NAME": "start/install",
-    "ORG/NAME": "CHECKPOINT",
-    "BASE_MODEL": "CHECKPOINT",
-    "DIRECTORY": "CHECKPOINT",
-    "MODEL": "CHECKPOINT",
-    "ARTIFACT": "TMP/built",
-    "NAME": "tiny-keepkv",
-    "PROMPT": "abc",
-    "DIR": "ARTIFACT",
-    "FILE": "RECIPE",
-}
+    "NAME=FOLDER": "one=ONE", "FOLDER/NAME": "start/install", "ORG/NAME": "CHECKPOINT", "BASE_MODEL": "CHECKPOINT",
+    "DIRECTORY": "CHECKPOINT", "MODEL": "CHECKPOINT", "ARTIFACT": "TMP/built", "NAME": "tiny-keepkv", "PROMPT": "abc",
+    "DIR": "ARTIFACT", "FILE": "RECIPE",
+}  # fmt: skip
 NO_PLACE = ("", 0)  # of an option that does not exist
 FLAGS = {"--greedy", "--chat", "--calibrate"}  # options without a value
 
@@ -334,7 +326,6 @@ def test_the_fix_changes_the_outcome(
 
 
 def without(command: list[str], options: list[str]) -> list[str]:
-    """Return a command without some options and their values."""
     kept = [*command]
     for option in options:
         if option in kept:

@@ -109,7 +109,6 @@ def import_graph(paths: dict[str, Path]) -> dict[str, set[str]]:
 
 @cache
 def package_graph() -> dict[str, set[str]]:
-    """Return the imports among all modules of the package."""
     return import_graph({module_of(path): path for path in PACKAGE.rglob("*.py")})
 
 
@@ -153,12 +152,7 @@ def test_heavy_packages_are_imported_where_they_are_needed(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "root",
-    [
-        "kvexport.engine.engine",
-        "kvexport.serve.app",
-        *sorted(f"kvexport.backends.{n}.backend" for n in names()),
-    ],
+    "root", ["kvexport.engine.engine", "kvexport.serve.app", *sorted(f"kvexport.backends.{n}.backend" for n in names())]
 )
 def test_running_an_artifact_imports_no_module_of_the_build(root: str) -> None:
     graph = package_graph()

@@ -41,14 +41,9 @@ class Home:
         own |= {"CI", "TF_BUILD", "GITHUB_ACTIONS", "GITLAB_CI", "CIRCLECI", "TRAVIS", "JENKINS_URL"}
         inherited = {k: v for k, v in os.environ.items() if k not in own and not k.startswith("XDG_")}
         self.environment = {
-            **inherited,
-            "HOME": str(self.folder),
-            "TMPDIR": str(self.temporary),
-            "LD_PRELOAD": str(recorder),
-            "TRACE": str(self.trace),
-            "PYTHONPATH": str(ROOT),
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
+            **inherited, "HOME": str(self.folder), "TMPDIR": str(self.temporary), "LD_PRELOAD": str(recorder),
+            "TRACE": str(self.trace), "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1",
+        }  # fmt: skip
 
     def command(self, *arguments: object) -> list[str]:
         return [sys.executable, "-m", "kvexport", *map(str, arguments)]

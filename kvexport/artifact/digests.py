@@ -146,10 +146,7 @@ def _listed(root: Path, manifest: dict[str, Any]) -> dict[str, tuple[str, int]]:
 
 
 def damaged(root: Path, problem: str) -> ArtifactError:
-    return ArtifactError(
-        f"the artifact {root} is damaged: {problem}",
-        built_again(root),
-    )
+    return ArtifactError(f"the artifact {root} is damaged: {problem}", built_again(root))
 
 
 def built_again(root: Path) -> str:

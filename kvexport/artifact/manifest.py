@@ -228,10 +228,7 @@ def require_file(root: Path, manifest: Manifest, field: str, name: str) -> None:
 
 
 def unusable(root: Path, place: str, problem: str) -> ArtifactError:
-    return ArtifactError(
-        f"the manifest of {root} cannot be used: {place[:200]} {problem}",
-        built_again(root),
-    )
+    return ArtifactError(f"the manifest of {root} cannot be used: {place[:200]} {problem}", built_again(root))
 
 
 def _shown(value: Any) -> str:

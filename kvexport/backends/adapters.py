@@ -31,12 +31,10 @@ ROWS = "adapter_rows"
 
 
 def first_input(module: str) -> str:
-    """Return the name of the decoder input with the LoRA matrices A of a projection, [all ranks, inputs]."""
     return f"adapters.{module}.first"
 
 
 def second_input(module: str) -> str:
-    """Return the name of the decoder input with the transposed LoRA matrices B of a projection, [ranks, outputs]."""
     return f"adapters.{module}.second"
 
 
@@ -73,10 +71,6 @@ class Adapters:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the decoder's inputs for LoRA adapters.
-
-        Dimension 0 is the batch, or the sum of all adapters' ranks.
-        """
         if not self.tensors:
             return {}
         return {ROWS: (1, 1, self.rows), **{name: array.shape for name, array in self.tensors.items()}}
@@ -88,7 +82,6 @@ class Adapters:
         return {ROWS: rows, **{name: array[:1] for name, array in self.tensors.items()}}
 
     def get(self, name: str | None) -> Adapter | None:
-        """Return the LoRA adapter called `name`; None, for the model without an adapter, if `name` is None."""
         if name is None:
             return None
         if name not in self.by_name:
@@ -131,7 +124,6 @@ def load_adapters(manifest: Manifest, folders: Mapping[str, str | Path]) -> Adap
 
 
 def _short(model: str) -> str:
-    """Return the last part of a model's hub id or path in lower case, without the suffix ".gguf"."""
     return model.rstrip("/").rpartition("/")[2].lower().removesuffix(".gguf")
 
 
@@ -147,10 +139,7 @@ def _rank(adapter: AdapterFiles, manifest: Manifest) -> int:
 
 
 def _fill(
-    tensors: Mapping[str, NDArray[Any]],
-    adapter: AdapterFiles,
-    rows: range,
-    targets: Mapping[str, tuple[int, int]],
+    tensors: Mapping[str, NDArray[Any]], adapter: AdapterFiles, rows: range, targets: Mapping[str, tuple[int, int]]
 ) -> None:
     for module, (first, second) in adapter.pairs.items():
         name = matching_name(module, targets)

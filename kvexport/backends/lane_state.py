@@ -5,8 +5,6 @@ the layer occupies, or all slots of a head with a smaller capacity (`LayerCache.
 queries (recent queries that some compression methods keep) are cut to the queries that later merges still read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,8 +24,6 @@ def is_captured(first: int, last: int) -> bool:
 
 
 class SlotPlace(NamedTuple):
-    """Which dimension of a sequence's state tensor counts KV-cache slots (or None), and its layer's cache plan."""
-
     axis: int | None
     cache: LayerCache | None
 
@@ -42,7 +38,6 @@ def slot_places(plan: CachePlan) -> dict[str, SlotPlace]:
 
 
 def used_slots(votes: NDArray[np.float32], capacity: Sequence[int]) -> int:
-    """Return how many slots of each KV head a saved sequence needs: up to the last occupied slot of any head."""
     if len({*capacity}) == 1:
         used = np.flatnonzero((votes.reshape(len(capacity), -1) != 0).any(axis=0))
         return int(used[-1]) + 1 if used.size else 0
@@ -82,7 +77,6 @@ def read_used(
 
 
 def fill(target: NDArray[Any], values: NDArray[Any], place: SlotPlace) -> None:
-    """Write `values` into a sequence's state tensor; set the KV-cache slots beyond those in `values` to zero."""
     if place.axis is None or place.cache is None:
         target[...] = values
         return
@@ -92,7 +86,6 @@ def fill(target: NDArray[Any], values: NDArray[Any], place: SlotPlace) -> None:
 
 
 def without_replaced(plan: CachePlan, state: Mapping[str, NDArray[Any]], tokens: int) -> dict[str, NDArray[Any]]:
-    """Return a sequence's state without those stored recent queries that the next `tokens` tokens will replace."""
     arrays = dict(state)
     for i, layer in enumerate(plan.caches):
         rings = [tensor.past(i) for tensor in layer.state if tensor.name in RING]
@@ -104,7 +97,6 @@ def without_replaced(plan: CachePlan, state: Mapping[str, NDArray[Any]], tokens:
 
 
 def with_whole_rings(plan: CachePlan, state: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Return a sequence's state in which the stored recent queries are padded to their full number by zeros."""
     arrays = dict(state)
     for i, layer in enumerate(plan.caches):
         shapes = layer.shapes(1)

@@ -1,7 +1,5 @@
 """The search for kvexport's native libraries (shared objects), and the reasons why one cannot be loaded."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re
@@ -18,11 +16,7 @@ MACHINES = {3: "i686", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv64"} 
 
 
 def find(variable: str, name: str, entry: str = "") -> Path | None:
-    """Return the path of a native library; None if there is none.
-
-    The environment variable named by `variable` may hold the library's path, or "off". Without it, the library is
-    looked for in the package's native folder, and then in the entry points of other distributions.
-    """
+    """Return a native library: that of the environment variable, else of the native folder or a distribution."""
     setting = os.environ.get(variable, "")
     if setting == "off":
         return None

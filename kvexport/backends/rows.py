@@ -1,7 +1,5 @@
 """The result of a decoder call: rows of logits, and the largest logits of each row if the rows stay on a GPU."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

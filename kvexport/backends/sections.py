@@ -18,20 +18,17 @@ if TYPE_CHECKING:
 
 @cache
 def names() -> tuple[str, ...]:
-    """Return the names of all backends (the folders of the package `kvexport.backends`), sorted."""
     registry = importlib.import_module("kvexport.backends")
     return tuple(sorted(module.name for module in pkgutil.iter_modules(registry.__path__) if module.ispkg))
 
 
 @cache
 def default() -> str:
-    """Return the backend's name for recipes without `backend.name`: the backend whose `section.py` has `DEFAULT`."""
     (name,) = (name for name in names() if getattr(_module(name), "DEFAULT", False))
     return name
 
 
 def backend_section() -> type[RecipeSection]:
-    """Return the pydantic class of a recipe's section `backend:`, with the common keys and each backend's keys."""
     from typing import Literal
 
     from pydantic import Field, create_model
@@ -64,13 +61,11 @@ def without_former_keys(section: Any) -> Any:
 
 
 def on_gpu(values: Mapping[str, Any]) -> bool:
-    """Return whether a recipe's section `backend:`, not yet checked, chooses a GPU."""
     module = _module(name) if (name := values.get("name", default())) in names() else None
     return bool(getattr(module, "on_gpu", lambda _: False)(values))
 
 
 def device_settings(name: str | None, device: str) -> list[str]:
-    """Return the recipe settings for `kvexport build --device DEVICE` with the backend `name` (None: the default)."""
     from kvexport.errors import UsageError
 
     settings = getattr(_module(name or default()), "device_settings", None)

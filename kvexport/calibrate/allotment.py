@@ -1,7 +1,5 @@
 """The division of a KV-cache budget among KV heads or layers so that evictions raise the model's loss least."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import product
 
@@ -50,17 +48,13 @@ def relative_cost(
     slots: int,
     least: int,
 ) -> float:
-    """Return the estimated loss by evictions with budgets `allotted`, divided by the loss with equal budgets."""
     curve = curves_of(cost, budgets, least, most)
     at = np.clip(allotted, least, most) - least
     return float(curve[np.arange(len(at)), at].sum() / max(curve[:, slots - least].sum(), NOTHING))
 
 
 def curves_of(
-    cost: NDArray[np.float64],
-    budgets: Sequence[int] | NDArray[np.int64],
-    least: int,
-    most: int | NDArray[np.int64],
+    cost: NDArray[np.float64], budgets: Sequence[int] | NDArray[np.int64], least: int, most: int | NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """Return the loss by evictions [n, slots] of n KV heads or layers, for each number of slots from `least` on.
 
@@ -82,10 +76,7 @@ def curves_of(
 def cheapest(
     curve: NDArray[np.float64], slots: int, least: int, most: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
-    """Return the budgets [n] of n KV heads or layers, in slots, that minimize the total loss by evictions.
-
-    The mean of the budgets is `slots`.
-    """
+    """Return the budgets [n], with the mean `slots`, that minimize the total loss by evictions."""
     counts, total = least + np.arange(curve.shape[1]), slots * len(curve)
     most = np.full(len(curve), counts[-1]) if most is None else most
     low, high = -40.0, 10.0
@@ -100,10 +91,7 @@ def cheapest(
 def shrunk(
     budgets: NDArray[np.int64], slots: int, step: float, most: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
-    """Return budgets moved towards equal budgets: the fraction `step` of the slots is divided equally.
-
-    The mean of the result is `slots`, the number of slots per KV head.
-    """
+    """Return budgets with the same mean, of which the fraction `step` is divided equally."""
     mixed = np.floor((1 - step) * budgets + step * slots).astype(np.int64)
     most = np.full(len(mixed), max(budgets)) if most is None else np.minimum(most, max(budgets))
     return _summing_to(np.minimum(mixed, most), slots * len(mixed), int(min(budgets)), most)

@@ -1,7 +1,5 @@
 """The measured budgets of a build: the share of cache slots that calibration gives each KV head, or equal budgets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -24,12 +22,7 @@ def with_measured_budgets(
     calibrate: bool | None = None,
     progress: Show = silent,
 ) -> LoadedRecipe:
-    """Return a recipe in which calibration has divided the cache slots among the KV heads.
-
-    The recipe is returned unchanged if the recipe itself divides the slots or its cache evicts nothing. If a
-    calibration is not possible, and the user did not ask for one, the recipe is unchanged and a line tells the user
-    why.
-    """
+    """Return a recipe with measured budgets, or unchanged if it divides the slots itself or evicts nothing."""
     recipe = loaded.recipe
     if calibrate is False or not _has_a_choice(loaded):
         return loaded
@@ -43,7 +36,6 @@ def with_measured_budgets(
 
 
 def _has_a_choice(loaded: LoadedRecipe) -> bool:
-    """Return whether the cache evicts entries, and the recipe does not say how KV heads share the budget."""
     cache, limits = loaded.recipe.cache, loaded.recipe.limits
     own = any(place != "default" for key, place in loaded.origin.items() if key.startswith("cache.allocation"))
     evicts = cache.build_method().compresses and loaded.recipe.budget < limits.max_length
@@ -53,10 +45,6 @@ def _has_a_choice(loaded: LoadedRecipe) -> bool:
 def _measured(
     recipe: Recipe, changed: Callable[[Sequence[str]], LoadedRecipe], all_texts: bool, progress: Show
 ) -> LoadedRecipe:
-    """Return a recipe with measured budgets, and print the KL divergence of its cache from the full cache.
-
-    Measured budgets are numbers of cache slots that calibration gives each KV head.
-    """
     from kvexport.calibrate.guard import divergence
     from kvexport.calibrate.head_shares import fitted_slots, grouped, head_shares_of, samples_of
     from kvexport.calibrate.measured import device_of, measure

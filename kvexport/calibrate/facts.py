@@ -1,7 +1,5 @@
 """Calibration texts with facts and questions about them, and the language of a checkpoint's calibration texts."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -19,19 +17,9 @@ from kvexport.language.tokenizer import FILE_NAME, Tokenizer
 
 FACTS = 6  # facts in a passage; one question is asked about each
 THINGS = [
-    "library",
-    "kitchen",
-    "garden",
-    "bank",
-    "museum",
-    "hospital",
-    "school",
-    "church",
-    "theatre",
-    "station",
-    "airport",
+    "library", "kitchen", "garden", "bank", "museum", "hospital", "school", "church", "theatre", "station", "airport",
     "factory",
-]
+]  # fmt: skip
 
 
 def language_of_folder(checkpoint: Path) -> Language:
@@ -54,7 +42,8 @@ def fact_samples(checkpoint: Path, length: int, count: int) -> list[Sample]:
             sentences = re.split(r"(?<=[.:;]) ", " ".join(manual().split()))
             first = rng.randrange(max(1, len(sentences) // 2))
             sentences = sentences[first:] + sentences[:first]
-            facts = [_code(thing, f"{rng.randrange(10_000):04}") for thing in rng.sample(THINGS, FACTS)]
+            coded = [(f"The code of the {x} is", f"{rng.randrange(10_000):04}") for x in rng.sample(THINGS, FACTS)]
+            facts = [(f"{statement} {number}.", statement, number) for statement, number in coded]
         encode = partial(tokenizer.encode, add_special_tokens=False)
         passage = passage_ids(encode, sentences, [statement for statement, _, _ in facts], length, places)
         if len(passage) < length // 2:
@@ -65,11 +54,6 @@ def fact_samples(checkpoint: Path, length: int, count: int) -> list[Sample]:
         questions = [question_and_answer(encode, question, answer) for _, question, answer in facts]
         results.append(asked_and_answered([*language.start, *passage], questions))
     return results
-
-
-def _code(thing: str, number: str) -> tuple[str, str, str]:
-    statement = f"The code of the {thing} is"
-    return f"{statement} {number}.", statement, number
 
 
 def passage_ids(
@@ -99,7 +83,6 @@ def question_and_answer(encode: Callable[[str], Ids], question: str, answer: str
 
 
 def asked_and_answered(passage: Ids, questions: Sequence[tuple[Ids, Ids]]) -> Sample:
-    """Return a passage, followed by questions with their answers; only the tokens of the answers are evaluated."""
     ids, counted = list(passage), list[int]()
     for question, answer in questions:
         ids += question

@@ -1,10 +1,11 @@
 """How far a compressed KV cache's predictions are from the full cache's on one text, as builds report it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from kvexport.calibrate.compressed import compressed_attention
 from kvexport.calibrate.head_costs import FullAttention, sized
@@ -17,17 +18,9 @@ from kvexport.plan.planner import plan_cache
 from kvexport.recipe.divergence import DROPPING, Divergence
 from kvexport.recipe.fields import Recipe
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
 
 def divergence(recipe: Recipe, shape: ModelShape, ids: Ids, slots: int, device: str) -> Divergence:
-    """Return how far the recipe's KV cache, and a cache that only drops entries, are from the full cache on one text.
-
-    The distances are mean KL divergences of predictions in nats, over the second half of the text.
-    """
-    import torch
-
+    """Return how far the recipe's cache, and one that drops, are from the full one: KL over half a text."""
     base = sized(recipe, len(ids), slots).model_dump(mode="json")
     cache = {**base["cache"], "allocation": recipe.cache.allocation.model_dump(mode="json")}
     dropping = {**cache, "method": DROPPING, "parameters": {}, "allocation": {"kind": "uniform"}}
@@ -46,16 +39,12 @@ def divergence(recipe: Recipe, shape: ModelShape, ids: Ids, slots: int, device: 
 
 
 class CompressedAttention:
-    """Attention over KV caches with the shapes of a cache plan, which are compressed after every chunk of a text."""
-
     def __init__(self, plan: CachePlan, geometry: Sequence[LayerGeometry], method: Method, chunk: int) -> None:
         self.plan, self.geometry, self.method, self.chunk = plan, geometry, method, chunk
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]
     ) -> Tensor:
-        import torch
-
         layer, cache = self.geometry[options["layer"]], self.plan.caches[options["layer"]]
         group, sinks = layer.query_heads // layer.kv_heads, options.get("s_aux")
         one = replace(layer, query_heads=group, kv_heads=1)

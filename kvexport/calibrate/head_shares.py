@@ -1,9 +1,7 @@
 """`kvexport calibrate`: cache budgets of KV heads by the loss that evictions from each head cause."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +27,6 @@ PASSAGES = 2  # passages with facts
 
 @dataclass(frozen=True)
 class HeadShares:
-    """The measured loss by evictions from each KV head, and the share of the cache slots that each head gets."""
-
     recipe: str
     length: int  # largest number of tokens of a text
     texts: dict[str, int]  # number of texts of each task; every kind of text is a task
@@ -77,10 +73,6 @@ def calibrate_heads(
     texts: Path | None = None,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> HeadShares:
-    """Measure how much evictions from each KV head raise the loss, and divide the cache slots accordingly.
-
-    The recipe's model runs in PyTorch over the texts. Every kind of text has the same weight.
-    """
     from kvexport.export.build import read_model
 
     own = load_recipe(recipe, overrides)
@@ -115,7 +107,6 @@ def _require_budgets(recipe: Recipe) -> None:
 
 
 def samples_of(checkpoint: Path, length: int, texts: Path | None = None) -> dict[str, Sample]:
-    """Return the texts to calibrate on, by name: a kind of text, or a task and number such as "recall/1"."""
     language = language_of_folder(checkpoint)
     samples: dict[str, Sample] = {}
     if texts is None and isinstance(language, Words):  # the tiny checkpoint knows the words of its own language alone
@@ -129,12 +120,7 @@ def samples_of(checkpoint: Path, length: int, texts: Path | None = None) -> dict
 
 
 def fitted_slots(recipe: Recipe, length: int) -> int:
-    """Return the mean number of slots per KV head for which calibration finds shares: the recipe's budget, or fewer.
-
-    A text of `length` tokens must be longer than the cache, so the number is at most a quarter of the text. If the
-    budget is a larger part of the recipe's longest sequence, it is at most that part of the text, and never more than
-    half.
-    """
+    """Return the mean slots per KV head for which shares are found: the recipe's, or fewer than a text has tokens."""
     least = math.ceil(least_slots(recipe))
     if recipe.budget <= least:
         raise UsageError(
@@ -146,7 +132,6 @@ def fitted_slots(recipe: Recipe, length: int) -> int:
 
 
 def grouped(measured: Measured) -> Measured:
-    """Return measured eviction losses averaged over the texts of each calibration task."""
     groups: dict[str, list[NDArray[np.float64]]] = {}
     for name, cost in measured.costs.items():
         groups.setdefault(name.partition("/")[0], []).append(cost)
@@ -155,11 +140,9 @@ def grouped(measured: Measured) -> Measured:
 
 
 def head_shares_of(measured: Measured, slots: int, least: float) -> tuple[list[list[float]], float]:
-    """Return each KV head's share of the cache slots [layers, heads], relative to the mean, and a shrinkage factor.
-
-    The shrinkage factor is the part of the slots that is divided equally among all heads.
-    """
-    costs, shape = _rows(measured.costs), next(iter(measured.costs.values())).shape[:2]
+    """Return each KV head's share of the slots [layers, heads], relative to the mean, and the shrinkage."""
+    costs = {task: cost.reshape(-1, cost.shape[-1]) for task, cost in measured.costs.items()}
+    shape = next(iter(measured.costs.values())).shape[:2]
     budgets, shrink = robust_budgets(costs, *rows_of(measured), slots, math.ceil(least))
     return (budgets / slots).round(2).reshape(shape).tolist(), shrink
 
@@ -168,7 +151,3 @@ def rows_of(measured: Measured) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return, for n KV heads, the measured budgets [n, budgets] and the most slots that each head can use [n]."""
     heads = next(iter(measured.costs.values())).shape[1]
     return np.repeat(np.array(measured.budgets), heads, 0), np.repeat(np.array(measured.seen), heads)
-
-
-def _rows(costs: Mapping[str, NDArray[np.float64]]) -> dict[str, NDArray[np.float64]]:
-    return {task: cost.reshape(-1, cost.shape[-1]) for task, cost in costs.items()}

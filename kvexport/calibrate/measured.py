@@ -5,8 +5,6 @@ checkpoint's headers, of the size and time of its files, and of the cache settin
 checkpoint that changes is therefore measured again.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -41,8 +39,6 @@ HINT = "--no-calibrate builds at once with equal budgets"
 
 @dataclass(frozen=True)
 class Measured:
-    """The loss by evictions from each KV head's cache, measured on texts of several kinds."""
-
     length: int  # number of tokens of a text to which the budgets refer
     budgets: list[list[int]]  # by layer: measured budgets, in slots of a head that sees at most `seen` tokens
     seen: list[int]  # by layer: most tokens that a head sees, `length` or fewer in a sliding window
@@ -62,7 +58,6 @@ def budgets_of(length: int, least: float) -> list[int]:
 
 
 def folder_of(recipe: Recipe, checkpoint: Checkpoint) -> Path:
-    """Return the folder in the user's cache with the calibrations of one checkpoint under one compression method."""
     cache, method = recipe.cache, recipe.cache.build_method()
     settings = [VERSION, repr(method), cache.sinks, cache.recent]
     return cache_folder("calibrations") / json_digest([checkpoint.facts(), settings])[:16]
@@ -77,10 +72,7 @@ def measure(
     *,
     all_texts: bool = True,
 ) -> Measured:
-    """Return the loss by evictions on texts; what was measured before is read from the cache folder.
-
-    Without `all_texts`, only the number of texts that `texts_of_build` returns is read: those that differ most.
-    """
+    """Return the loss by evictions on texts; what was measured before is read from the cache folder."""
     folder, least = folder_of(recipe, shape.checkpoint), least_slots(recipe)
     seen = [min(length, layer.sliding_window or length) for layer in shape.geometry]
     budgets = [budgets_of(tokens, least) for tokens in seen]
@@ -131,7 +123,6 @@ def duration(seconds: float) -> str:
 
 
 def device_of(shape: ModelShape, length: int) -> str:
-    """Return the PyTorch device for a calibration: a GPU that has enough memory, otherwise the CPU."""
     import torch
 
     fits = torch.cuda.is_available() and torch.cuda.mem_get_info()[0] >= memory_of(shape, length)
@@ -147,11 +138,6 @@ def _require_memory(shape: ModelShape, length: int) -> None:
 
 
 def memory_of(shape: ModelShape, length: int) -> int:
-    """Estimate the bytes of memory that a measurement takes in addition to PyTorch itself.
-
-    The memory holds the weights and activations of one layer, the inputs of all layers, and the output head with the
-    logits.
-    """
     model, layers = shape.model, len(shape.geometry)
     head = model.get_output_embeddings().weight.numel()
     vocabulary, hidden = model.get_output_embeddings().weight.shape

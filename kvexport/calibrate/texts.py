@@ -1,7 +1,5 @@
 """The texts on which budgets are measured: several kinds of text in several languages, or the user's own files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,21 +10,15 @@ from kvexport.paths import PACKAGE, TEXT
 
 FOLDER = Path(__file__).parent / "texts"
 FILES = {
-    "prose": TEXT,
-    "manual": FOLDER / "manual.txt",
-    "chat": FOLDER / "chat.txt",
-    "german": FOLDER / "german.txt",
-    "french": FOLDER / "french.txt",
-    "python": PACKAGE / "export" / "weights" / "code_sample.txt",
-    "c++": FOLDER / "code.txt",
-    "tables": FOLDER / "table.txt",
-}
+    "prose": TEXT, "manual": FOLDER / "manual.txt", "chat": FOLDER / "chat.txt", "german": FOLDER / "german.txt",
+    "french": FOLDER / "french.txt", "python": PACKAGE / "export" / "weights" / "code_sample.txt",
+    "c++": FOLDER / "code.txt", "tables": FOLDER / "table.txt",
+}  # fmt: skip
 LENGTH = 1024  # the most tokens of a text
 SHORTEST = 256  # a shorter text has too few tokens for caches of several budgets
 
 
 def read_kinds(folder: Path | None = None) -> dict[str, str]:
-    """Return the calibration text of every kind by the kind's name: kvexport's own, or the text files of a folder."""
     if folder is None:
         return {kind: path.read_text(encoding="utf-8") for kind, path in FILES.items()}
     files = sorted(path for path in folder.glob("*") if path.suffix in (".txt", ".md") and path.is_file())
@@ -39,7 +31,6 @@ def read_kinds(folder: Path | None = None) -> dict[str, str]:
 
 
 def tokenized(checkpoint: Path, kinds: Mapping[str, str], length: int = LENGTH) -> dict[str, Ids]:
-    """Return the beginning of every calibration text as at most `length` token ids."""
     if not (checkpoint / FILE_NAME).is_file():
         raise UsageError(f"{checkpoint} has no {FILE_NAME}, without which no text can be read", "put it there")
     tokenizer, texts = Tokenizer.from_folder(checkpoint), dict[str, Ids]()

@@ -59,7 +59,8 @@ def read_model(recipe: Recipe, checkpoint: Checkpoint | None = None, *, weights:
         elif recipe.cache_dtype in SMALL:
             geometry = read_key_shifts(model, mode, geometry)
     plan = plan_cache(recipe, geometry, *layout[1:])
-    if (problem := backend.operator_problem(recipe, "LinearAttention")) and _has_recurrences(plan):
+    recurrent = any(name.startswith("recurrent_state") for layer in plan.states for name in layer.shapes(1))
+    if recurrent and (problem := backend.operator_problem(recipe, "LinearAttention")):
         raise UsageError(*problem)
     return ModelShape(checkpoint, model, mode, geometry, plan)
 
@@ -99,10 +100,6 @@ def plan_memory(recipe: Recipe, name: str = "") -> MemoryPlan:
         images = planned_encoder_bytes(shape, recipe)
     bytes_of = (parameters, weights, full, experts, read, adapters, arenas, images)
     return MemoryPlan(name, recipe, geometry, shape.plan, *bytes_of)
-
-
-def _has_recurrences(plan: CachePlan) -> bool:
-    return any(name.startswith("recurrent_state") for layer in plan.states for name in layer.shapes(1))
 
 
 def build(

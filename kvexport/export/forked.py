@@ -1,7 +1,5 @@
 """Work in a forked process on another CPU core, which returns its result as bytes."""
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import os

@@ -4,8 +4,6 @@ The artifact's ONNX graphs may come from another machine. The backend builds its
 from them.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil
@@ -34,10 +32,7 @@ def rebuild(
     *,
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> Path:
-    """Let the recipe's backend prepare a copy of an artifact for this machine; the ONNX graphs stay unchanged.
-
-    The preparation needs the package onnx, but neither torch nor the checkpoint.
-    """
+    """Let the recipe's backend prepare a copy of an artifact; this needs onnx, but neither torch nor the checkpoint."""
     manifest = load_manifest(source)
     recipe = _with_backend(manifest.recipe, overrides)
     backend = backends.get(recipe.backend.name)

@@ -4,8 +4,6 @@ The stages trace the model while its weights are written, write the ONNX graphs,
 imports torch and transformers, which commands that only read an artifact do without.
 """
 
-from __future__ import annotations
-
 import gc
 import platform
 from collections.abc import Callable, Sequence
@@ -228,7 +226,6 @@ def describe(
 
 
 def _merge_bytes(plan: CachePlan, method: Any) -> bytes:
-    """Return the merge graph (merge.onnx) as bytes; no bytes if no layer merges."""
     model = merge_model(plan, method)
     return b"" if model is None else model.SerializeToString()
 

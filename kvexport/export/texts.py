@@ -24,11 +24,7 @@ _MOST_STOPS = 64  # stop strings, each compared with the text after every token;
 
 
 def copy_texts(checkpoint: Checkpoint, folder: Path) -> None:
-    """Copy tokenizer files, chat template and JSON files of a checkpoint into the staging folder.
-
-    The copied tokenizer is loaded once, so that a broken one fails the build. `check_generation` later checks the
-    generation settings, because that takes the model.
-    """
+    """Copy tokenizer files, chat template and JSON files of a checkpoint into the staging folder."""
     for source in checkpoint.texts:
         shutil.copyfile(source, folder / source.name)
     (folder / "config.json").write_text(json.dumps(checkpoint.config, indent=2))

@@ -6,8 +6,6 @@ tile of an image. A model that does more with images is refused with a reason be
 is built to read only text.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import re
@@ -103,10 +101,7 @@ def read_vision(shape: ModelShape, recipe: Recipe) -> Vision | str:
 
 
 def planned_encoder_bytes(shape: ModelShape, recipe: Recipe) -> int:
-    """Return at most how many bytes the image encoder's weights take; 0 if only the text decoder would be built.
-
-    Layers of the encoder that the model does not read are counted too, because nothing is traced.
-    """
+    """Return at most how many bytes the image encoder's weights take; 0 if only text would be built."""
     try:
         _check_model(shape, recipe)
     except _Refused:
@@ -291,7 +286,6 @@ def image_spec(processor: Any, config: Any) -> ImageSpec:
 
 
 def _resize_of(images: Any) -> Any:
-    """Return the function that computes the size to which an image processor scales an image that becomes patches."""
     return getattr(sys.modules[type(images).__module__], "smart_resize", lambda: None)
 
 

@@ -1,7 +1,5 @@
 """The KV cache compression methods, one file each: the package imports every file of this folder."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from functools import cache

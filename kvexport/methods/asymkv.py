@@ -1,7 +1,5 @@
 """AsymKV (arXiv 2506.05410): neighbouring cache slots merge in pairs, keys weighted by their Fisher information."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from kvexport.methods.pairing import NeighbourPairs

@@ -4,8 +4,6 @@ The token counts (votes: how many tokens a slot stands for in attention) are fit
 queries, and the values to their attention outputs.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar, Literal
 

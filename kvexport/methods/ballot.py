@@ -4,8 +4,6 @@
 slot stands for) add up, but to at most `votes_max`.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from pydantic import Field

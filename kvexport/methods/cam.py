@@ -1,7 +1,5 @@
 """CaM (ICML 2024): an evicted cache slot adds its value to the slots after it, and its key is dropped."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar
 

@@ -3,8 +3,6 @@
 Only entries that a sliding window has passed are evicted.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from kvexport.methods.base import Method

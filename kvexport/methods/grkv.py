@@ -1,7 +1,5 @@
 """GRKV (arXiv 2605.31105): a ridge regression changes kept values so that they replace evicted cache slots."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar
 

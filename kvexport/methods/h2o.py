@@ -1,7 +1,5 @@
 """H2O, the heavy-hitter oracle (arXiv 2306.14048): the cache slots that have received the most attention are kept."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from kvexport.methods.base import Method

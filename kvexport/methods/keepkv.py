@@ -1,7 +1,5 @@
 """KeepKV (arXiv 2504.09936): a merge of cache slots that leaves the current attention output unchanged."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from pydantic import Field

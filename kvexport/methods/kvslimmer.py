@@ -1,7 +1,5 @@
 """KVSlimmer (arXiv 2603.00907): neighbouring cache slots merge in pairs, keys weighted by the exact Hessian."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar
 

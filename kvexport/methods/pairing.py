@@ -1,7 +1,5 @@
 """The base class of AsymKV and KVSlimmer, which merge neighbouring cache slots in pairs."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from kvexport.methods.merging import Merging

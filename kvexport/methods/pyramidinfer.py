@@ -1,7 +1,5 @@
 """PyramidInfer (arXiv 2405.12532): recent-weighted attention ranks cache slots, and deeper layers keep fewer."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from pydantic import Field

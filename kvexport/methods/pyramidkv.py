@@ -1,7 +1,5 @@
 """PyramidKV (arXiv 2406.02069): SnapKV with larger budgets for the lower layers."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from kvexport.methods.snapkv import SnapKV

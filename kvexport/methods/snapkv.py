@@ -1,7 +1,5 @@
 """SnapKV (arXiv 2404.14469): the cache slots that the last queries of the prompt attend to are kept."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from pydantic import Field, field_validator

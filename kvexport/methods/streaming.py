@@ -1,7 +1,5 @@
 """StreamingLLM (arXiv 2309.17453): the first tokens and a recent window are kept, and all between are dropped."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from kvexport.methods.base import Method

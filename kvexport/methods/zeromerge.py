@@ -1,7 +1,5 @@
 """ZeroMerge (arXiv 2503.10714): evicted cache slots join the running means of a few residual slots."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from pydantic import Field

@@ -13,8 +13,6 @@ A kernel reads only the weights of the chosen experts. Weights may be packed (2 
 (`kvexport.ops.linear`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

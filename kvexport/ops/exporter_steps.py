@@ -4,8 +4,6 @@ Context managers replace one attribute of these packages for each skipped step. 
 attribute, the step is not skipped.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -5,8 +5,6 @@ Most programs change only tensors that they have just computed, or a slice of su
 returns a new tensor gives the same values, and later nodes read the new tensor.
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 from typing import Any
@@ -28,7 +26,8 @@ def without_changes_in_place(exported: ExportedProgram) -> bool:
     index, or has another view that is read later.
     """
     graphs: list[Graph] = [module.graph for module in exported.graph_module.modules() if hasattr(module, "graph")]
-    changes = [(graph, node) for graph in graphs for node in graph.nodes if _changes(node)]
+    calls = [(g, node) for g in graphs for node in g.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    changes = [(graph, node) for graph, node in calls if node.target._schema.is_mutable]
     before = _outputs(exported)
     replaced = [_replaced(graph, node) for graph, node in changes]  # all of them, even after one that stays
     for old, new in zip(before, _outputs(exported), strict=True):
@@ -39,10 +38,6 @@ def without_changes_in_place(exported: ExportedProgram) -> bool:
 def _outputs(exported: ExportedProgram) -> list[str]:
     (returned,) = exported.graph.output_node().args
     return [node.name for node in returned if isinstance(node, Node)]
-
-
-def _changes(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _changes_first(node: Node) -> bool:

@@ -9,8 +9,6 @@ embedding. A runtime without the kernel runs the ONNX function. `kvexport.export
 graph become a Linear.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -17,8 +17,6 @@ shared keys. ONNX Runtime's CPU and CUDA providers have a kernel for the operato
 defines it for other runtimes.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import onnx
@@ -106,30 +104,19 @@ def linear_attention_functions(update_rule: UpdateRule) -> list[onnx.FunctionPro
 
 def _own_function(update_rule: UpdateRule) -> onnx.FunctionProto:
     lines = [
-        "axis = Constant <value_ints = [-1]> ()",
-        "two = Constant <value_ints = [2]> ()",
-        "three = Constant <value_ints = [3]> ()",
-        "zero = Constant <value_float = 0.0> ()",
-        "none = Constant <value_int = 0> ()",
-        "one = Constant <value_int = 1> ()",
+        "axis = Constant <value_ints = [-1]> ()", "two = Constant <value_ints = [2]> ()",
+        "three = Constant <value_ints = [3]> ()", "zero = Constant <value_float = 0.0> ()",
+        "none = Constant <value_int = 0> ()", "one = Constant <value_int = 1> ()",
         "count_number = Constant <value_int: int = @heads> ()",
-        "key_count_number = Constant <value_int: int = @key_heads> ()",
-        "count = Reshape (count_number, axis)",
-        "key_count = Reshape (key_count_number, axis)",
-        "shared = Div (count, key_count)",
-        "ones = Constant <value_ints = [1, 1, 1]> ()",
-        "last_one = Constant <value_ints = [1]> ()",
-        "same = Constant <value_ints = [0, 0]> ()",
-        "flat = Constant <value_ints = [0, 0, -1]> ()",
-        "split = Concat <axis = 0> (same, key_count, axis)",
-        "repeats = Concat <axis = 0> (ones, shared, last_one)",
-        "tokens = Shape <start = 1, end = 2> (query)",
-        "last = Squeeze (tokens)",
-        "numbers = Range (none, last, one)",
-        "is_real = Less (numbers, query_length)",
-        "real = Unsqueeze (is_real, two)",
+        "key_count_number = Constant <value_int: int = @key_heads> ()", "count = Reshape (count_number, axis)",
+        "key_count = Reshape (key_count_number, axis)", "shared = Div (count, key_count)",
+        "ones = Constant <value_ints = [1, 1, 1]> ()", "last_one = Constant <value_ints = [1]> ()",
+        "same = Constant <value_ints = [0, 0]> ()", "flat = Constant <value_ints = [0, 0, -1]> ()",
+        "split = Concat <axis = 0> (same, key_count, axis)", "repeats = Concat <axis = 0> (ones, shared, last_one)",
+        "tokens = Shape <start = 1, end = 2> (query)", "last = Squeeze (tokens)", "numbers = Range (none, last, one)",
+        "is_real = Less (numbers, query_length)", "real = Unsqueeze (is_real, two)",
         "value_real = Where (real, value, zero)",
-    ]
+    ]  # fmt: skip
     for name in ("query", "key"):
         lines += [
             f"{name}_split = Reshape ({name}, split)",

@@ -9,8 +9,6 @@ defines it for the heads of a layer, which may differ. The ONNX function for equ
 (`kvexport.ops.onnx_function`), and `tests/conformance` compares native kernels with it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import torch

@@ -6,8 +6,6 @@ equal heads, because the function's name ends with a digest. Batch, tokens, capa
 function, and all other sizes are fixed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache

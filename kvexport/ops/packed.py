@@ -15,8 +15,6 @@ in its low half, as in ONNX. Codes of 3, 5 and 6 bits are stored in two tensors:
 stored as code + 2^(bits - 1).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

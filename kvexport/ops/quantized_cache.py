@@ -6,8 +6,6 @@ The vector is then rounded to multiples of a scale of its own; a 4-bit cache rou
 All steps are IEEE operations in a fixed order, so all backends compute the same bits from the same key or value.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -3,8 +3,6 @@
 A step is skipped only if it does not change the result.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
@@ -12,6 +10,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
+from onnxscript import opset23 as op
 from onnxscript import optimizer
 from onnxscript.rewriter import onnx_fusions
 from torch import nn
@@ -68,16 +67,10 @@ def _translate(exported: ExportedProgram, translations: Mapping[Any, Any], names
     aten: Any = torch.ops.aten
     # Operators that torch.onnx translates only after decomposition.
     added: dict[Any, Any] = {
-        aten.to.dtype: _to_dtype,
-        aten.to.device: _to_device,
-        aten.to.dtype_layout: _to_layout,
-        aten.rsub.Scalar: _from_scalar,
-        aten.__and__.Tensor: _and,
-        aten.__or__.Tensor: _or,
-        aten.min.other: _least,
-        aten.square.default: _square,
-        aten.erfinv.default: _erfinv,
-    }
+        aten.to.dtype: _to_dtype, aten.to.device: _to_device, aten.to.dtype_layout: _to_layout,
+        aten.rsub.Scalar: _from_scalar, aten.__and__.Tensor: _and, aten.__or__.Tensor: _or, aten.min.other: _least,
+        aten.square.default: _square, aten.erfinv.default: _erfinv,
+    }  # fmt: skip
     program = torch.onnx.export(
         exported,
         dynamo=True,
@@ -91,8 +84,6 @@ def _translate(exported: ExportedProgram, translations: Mapping[Any, Any], names
 
 
 def _to_dtype(x: Any, dtype: int, non_blocking: bool = False, copy: bool = False, memory_format: str = "") -> Any:
-    from onnxscript import opset23 as op
-
     return op.Cast(x, to=dtype)
 
 
@@ -106,39 +97,27 @@ def _to_layout(
     x: Any, dtype: int = -1, layout: str = "", device: str = "", pin_memory: bool = False, non_blocking: bool = False,
     copy: bool = False, memory_format: str = "",
 ) -> Any:  # fmt: skip
-    from onnxscript import opset23 as op
-
     return op.Identity(x) if dtype == -1 else _to_dtype(x, dtype)
 
 
 def _from_scalar(x: Any, scalar: float, alpha: float = 1.0) -> Any:
-    from onnxscript import opset23 as op
-
     assert alpha == 1.0
     return op.Sub(op.CastLike(scalar, x), x)  # type: ignore[type-var]
 
 
 def _and(x: Any, y: Any) -> Any:
-    from onnxscript import opset23 as op
-
     return op.And(x, y) if x.dtype == y.dtype == ir.DataType.BOOL else op.BitwiseAnd(x, y)
 
 
 def _or(x: Any, y: Any) -> Any:
-    from onnxscript import opset23 as op
-
     return op.Or(x, y) if x.dtype == y.dtype == ir.DataType.BOOL else op.BitwiseOr(x, y)
 
 
 def _least(x: Any, y: Any) -> Any:
-    from onnxscript import opset23 as op
-
     return op.Min(x, y)
 
 
 def _square(x: Any) -> Any:
-    from onnxscript import opset23 as op
-
     return op.Mul(x, x)
 
 
@@ -147,8 +126,6 @@ def _erfinv(x: Any) -> Any:
 
     Gemma 3n applies the function only to a constant, so the optimizer folds all nodes into a constant.
     """
-    from onnxscript import opset23 as op
-
     shape, log = 0.147, op.Log(op.Sub(1.0, op.Mul(x, x)))
     half = op.Add(2 / (math.pi * shape), op.Mul(log, 0.5))
     root = op.Sqrt(op.Sub(op.Mul(half, half), op.Mul(log, 1 / shape)))

@@ -1,24 +1,19 @@
 """ONNX translations of the PyTorch operators that torch.onnx translates in another way, or not at all."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
+from onnxscript import opset23 as op
 
 
 def _stable_sort(values: Any, dim: int = -1, descending: bool = False, stable: bool = True) -> Any:
     """Translate a stable sort as TopK over the whole dimension: ONNX gives ties to the lower index."""
-    from onnxscript import opset23 as op
-
     size = op.Shape(values, start=dim, end=None if dim == -1 else dim + 1)
     return op.TopK(values, size, axis=dim, largest=int(descending), sorted=1)
 
 
 def _gather(values: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any:
     """Translate ``values.gather(dim, index)`` to ONNX; an index expanded from [B, H, N, 1] copies whole rows."""
-    from onnxscript import opset23 as op
-
     expand = index.producer()
     if dim == 2 and len(index.shape) == 4 and expand is not None and expand.op_type == "Expand":
         row = expand.inputs[0]
@@ -28,21 +23,15 @@ def _gather(values: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any
 
 
 def _gather_rows(values: Any, indices: Any) -> Any:
-    from onnxscript import opset23 as op
-
     return op.GatherND(values, _joined(indices))
 
 
 def _scatter_rows(values: Any, indices: Any, rows: Any, accumulate: bool = False) -> Any:
     """Translate ``values.index_put((i, j, k), rows)`` to ONNX, with the same index nodes as `_gather_rows`."""
-    from onnxscript import opset23 as op
-
     return op.ScatterND(values, _joined(indices), rows)
 
 
 def _joined(indices: Any) -> Any:
-    from onnxscript import opset23 as op
-
     last: Any = op.Constant(value_ints=[-1])
     return op.Concat(*[op.Unsqueeze(index, last) for index in indices], axis=-1)
 

@@ -8,8 +8,6 @@ is traced from `vote_attention` (`kvexport.ops.onnx_function`), and `tests/confo
 exported graph contains `read_attention` as standard ONNX operators.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -192,7 +190,8 @@ def _visible(
     if attributes.sliding_window:
         visible = visible & (slot_position > now - attributes.sliding_window)
     if attributes.vote_exponent:
-        return visible, torch.where(visible, vote_bias(votes, attributes)[:, :, None, :], LOG_ZERO)
+        bias = attributes.vote_exponent * torch.log(votes)
+        return visible, torch.where(visible, bias[:, :, None, :], LOG_ZERO)
     return visible, torch.where(visible, 0.0, LOG_ZERO)
 
 
@@ -207,7 +206,8 @@ def _probability(
     # The group's dimension is inserted before the transpose: runtimes fuse a transpose only into a product that
     # follows it directly.
     logits = grouped @ keys[:, :, None].transpose(-1, -2)
-    logits = capped(logits, attributes)
+    if attributes.softcap:
+        logits = torch.tanh(logits / attributes.softcap) * attributes.softcap
     biased = logits + bias[:, :, None]
     if sink_logits is None:
         return logits, torch.softmax(biased, dim=-1)
@@ -231,16 +231,6 @@ def _appended(
     present = past.index_put(index, numbers)
     present_scale = past_scale[0].index_put(index, torch.where(is_new[..., 0], scale, past_scale[0][index]))
     return present, dequantized(present, present_scale), present_scale
-
-
-def vote_bias(votes: Tensor, attributes: VoteAttentionAttributes) -> Tensor:
-    """Return the bias ``alpha ln(votes)`` of attention logits, where votes are the tokens that a slot stands for."""
-    return attributes.vote_exponent * torch.log(votes)
-
-
-def capped(logits: Tensor, attributes: VoteAttentionAttributes) -> Tensor:
-    """Return attention logits l as ``softcap tanh(l / softcap)``, or unchanged if `softcap` is 0."""
-    return torch.tanh(logits / attributes.softcap) * attributes.softcap if attributes.softcap else logits
 
 
 def _extra(method: Method | None, past: tuple[Tensor, ...], fresh: Tensor, new: NewTokens) -> tuple[Tensor, ...]:

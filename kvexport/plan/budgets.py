@@ -1,7 +1,5 @@
 """The allocation of the KV cache's budget, a number of slots, to layers and KV heads."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence
@@ -89,7 +87,6 @@ def _left_by_whole_layers(recipe: Recipe, layer_numbers: Sequence[int]) -> int:
 
 
 def head_shares(recipe: Recipe) -> list[list[float]]:
-    """Return the shares of KV heads that the recipe lists, by layer; empty if all heads of a layer have one budget."""
     allocation, method = recipe.cache.allocation, recipe.cache.build_method()
     listed = method.compresses and (allocation.kind or method.allocation) == "listed"
     return allocation.shares if listed else []

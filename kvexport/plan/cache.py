@@ -38,10 +38,7 @@ class LayerGeometry:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """The plan of the KV cache of one layer, whose KV heads may have budgets of their own.
-
-    In the tensor `key` a sequence has [slots, key_size], with the slots of the KV heads one after another.
-    """
+    """The plan of the KV cache of one layer, whose KV heads may have budgets of their own."""
 
     key_size: int  # size of a key in elements
     value_size: int  # size of a value in elements
@@ -159,7 +156,6 @@ class CachePlan:
     states: tuple[LayerStates, ...] = ()  # recurrent state of each layer that has one
 
     def cache_of(self, layer: int) -> int:
-        """Return the index of layer `layer` (its number in the model) among the layers that have KV caches."""
         return self.attention_layers.index(layer) if self.attention_layers else layer
 
     @property
@@ -201,7 +197,6 @@ class CachePlan:
         return [{k: x for k, x in layer.items() if k not in ("value_in_key", "key_shift") or x} for layer in layers]
 
     def recurrent_json(self) -> dict[str, Any]:
-        """Return the manifest's key `recurrent`, with the recurrent states; empty for a model with KV caches only."""
         if not self.attention_layers and not self.states:
             return {}
         states = [asdict(layer) for layer in self.states]

@@ -4,8 +4,6 @@ Weights, KV caches and LoRA adapters are counted exactly. Activations, and memor
 estimated on a GPU and not counted on the CPU.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -60,8 +58,6 @@ class ServerMemory:
 
 @dataclass(frozen=True)
 class Fit:
-    """How many sequences, or which cache budget, fit into a given memory beside the weights."""
-
     memory: int  # memory in bytes
     sequences: int  # number of the recipe's sequences that fit
     # Largest uniform budget, in slots of a layer, with which max_batch sequences fit. None if no budget fits, or if the
@@ -96,7 +92,6 @@ class MemoryPlan:
 
     @property
     def settled_bytes(self) -> int:
-        """The bytes of a sequence's KV caches that are in use after its prompt has been read and compressed."""
         return state_bytes(self.recipe, settled_plan(self.recipe, self.cache))
 
     @property
@@ -105,46 +100,19 @@ class MemoryPlan:
 
     @property
     def server(self) -> ServerMemory:
-        """The largest memory that `kvexport serve` needs with its default limits for prompt prefixes and sessions."""
         images = KEPT_ROWS if self.image_bytes else 0
         weights = self.weight_bytes + self.image_bytes
         return ServerMemory(weights, self.batch_bytes, adapters=self.adapter_bytes, images=images)
 
     @property
     def fixed_bytes(self) -> int:
-        """The bytes of all but KV caches: weights, adapters, and activations on a GPU or the program on the CPU."""
         if self.arena_bytes:
             return self.weight_bytes + self.image_bytes + self.adapter_bytes + self.arena_bytes
         return replace(self.server, state=0, prefixes=0, sessions=0, images=0).total
 
     @property
     def ratio(self) -> float | None:
-        """The bytes of a full KV cache divided by the bytes of the recipe's cache, for one sequence of full length.
-
-        Above 1 the recipe saves memory. The ratio is None if the length is unlimited.
-        """
         return None if self.full_bytes is None else self.full_bytes / self.sequence_bytes
-
-    @property
-    def _bits(self) -> str:
-        bits = 8 * self.weight_bytes / self.parameters
-        return f", {bits:.2f} bits each" if bits < 15.9 else ""
-
-    @property
-    def _experts(self) -> str:
-        at_rest, read = format_bytes(self.expert_bytes), format_bytes(self.expert_read_bytes)
-        return f"{at_rest} of the weights, of which a token reads {read}"
-
-    @property
-    def _adapters(self) -> str:
-        section = self.recipe.adapters
-        return f"{format_bytes(self.adapter_bytes)} for {section.count} of rank {section.rank}"
-
-    @property
-    def _after_prompt(self) -> str:
-        if self.recipe.cache.merge_prompts == "chunks":
-            return ""
-        return f" while its prompt is read; {format_bytes(self.settled_bytes)} of it are used afterwards"
 
     def fit(self, memory: int) -> Fit:
         room = max(0, memory - self.fixed_bytes)
@@ -210,19 +178,24 @@ class MemoryPlan:
         }
 
     def sections(self, fit: Fit | None = None) -> list[Section]:
-        """Return the report on the memory that a recipe needs; with `fit`, also what fits into a given memory."""
         recipe, batch = self.recipe, self.recipe.limits.max_batch
         total = self.weight_bytes + self.image_bytes + self.adapter_bytes + self.arena_bytes + self.batch_bytes
         counted = ", image encoder" * bool(self.image_bytes) + ", adapters" * bool(self.adapter_bytes)
+        bits = 8 * self.weight_bytes / self.parameters
+        of_each = f", {bits:.2f} bits each" if bits < 15.9 else ""
+        at_rest, read = format_bytes(self.expert_bytes), format_bytes(self.expert_read_bytes)
+        adapters = f"{format_bytes(self.adapter_bytes)} for {recipe.adapters.count} of rank {recipe.adapters.rank}"
+        later = f" while its prompt is read; {format_bytes(self.settled_bytes)} of it are used afterwards"
+        later = later * (recipe.cache.merge_prompts != "chunks")
         summary: dict[str, str | int | float | None] = {
             "model": recipe.model.path,
             "dtype": recipe.shown_dtype,
             "method": recipe.cache.method,
-            "weights": f"{format_bytes(self.weight_bytes)}, {self.parameters:,} parameters{self._bits}",
-            **({"experts": self._experts} if self.expert_bytes else {}),
+            "weights": f"{format_bytes(self.weight_bytes)}, {self.parameters:,} parameters{of_each}",
+            **({"experts": f"{at_rest} of the weights, of which a token reads {read}"} if self.expert_bytes else {}),
             **({"image encoder": f"{format_bytes(self.image_bytes)} of weights"} if self.image_bytes else {}),
-            **({"adapters": self._adapters} if self.adapter_bytes else {}),
-            "cache of 1 sequence": format_bytes(self.sequence_bytes) + self._after_prompt,
+            **({"adapters": adapters} if self.adapter_bytes else {}),
+            "cache of 1 sequence": format_bytes(self.sequence_bytes) + later,
             f"cache of {batch} sequences": format_bytes(self.batch_bytes),
             **({"activations and CUDA": f"about {format_bytes(self.arena_bytes)}"} if self.arena_bytes else {}),
             f"weights{counted} and caches": f"{format_bytes(total)}; {self._left_out}",
@@ -282,18 +255,12 @@ def gpu_bytes(recipe: Recipe, config: Any, itemsize: int) -> int:
 
 
 def full_layer_bytes(layer: LayerGeometry, length: int, itemsize: int) -> int:
-    """Return the bytes of a layer's keys and values of `length` tokens in a full KV cache.
-
-    A layer with a sliding window keeps the last `sliding_window` tokens. A full KV cache has no other state: votes,
-    scores and positions belong to compressed caches.
-    """
     slots = min(length, layer.sliding_window) if layer.sliding_window else length
     size = layer.key_size + (0 if layer.value_in_key else layer.value_size)
     return layer.kv_heads * slots * size * itemsize
 
 
 def layer_groups(cache: CachePlan) -> list[tuple[str, LayerCache, int]]:
-    """Return runs of neighbouring layers with equal KV caches as (layer numbers such as "0-31", one cache, count)."""
     groups = []
     for _, alike in itertools.groupby(enumerate(cache.caches), key=lambda item: item[1]):
         members = list(alike)
@@ -308,7 +275,6 @@ def _of_heads(numbers: Sequence[int]) -> str:
 
 
 def layer_table(cache: CachePlan) -> Table:
-    """Return a table of a model's KV caches, with one row and its bytes for each run of equal neighbouring layers."""
     rows: list[Sequence[str | int]] = []
     for label, layer, count in layer_groups(cache):
         size = str(layer.key_size)
@@ -319,15 +285,9 @@ def layer_table(cache: CachePlan) -> Table:
         budget = _of_heads(layer.budget) if layer.merges else "all"
         window = str(layer.sliding_window or "-")
         shared = (
-            layer.kv_heads,
-            size,
-            window,
-            budget,
-            _of_heads(layer.capacity),
-            layer.sinks,
-            _of_heads(layer.recent),
+            layer.kv_heads, size, window, budget, _of_heads(layer.capacity), layer.sinks, _of_heads(layer.recent),
             format_bytes(count * layer.bytes()),
-        )
+        )  # fmt: skip
         rows.append((label, *shared))
     header = ("layers", "KV heads", "head size", "window", "budget", "capacity", "sinks", "recent", "bytes")
     return Table("Cache of one sequence", header, rows)

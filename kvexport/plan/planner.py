@@ -1,7 +1,5 @@
 """The cache plan of a recipe for a model: the budget of every KV cache, and checks that its entries have room."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -149,11 +147,7 @@ def _with_slots(cache: LayerCache, budget: int, slots: int, recent: int) -> Laye
 
 
 def settled_plan(recipe: Recipe, plan: CachePlan) -> CachePlan:
-    """Return the plan of the most slots that a sequence uses after its prompt was read.
-
-    The result is `plan` itself, unless prompts are compressed only at their end. Then a KV head uses its budget and the
-    slots until the next merge.
-    """
+    """Return the plan of the slots in use after a prompt was read: fewer if it is compressed only at its end."""
     if recipe.cache.merge_prompts == "chunks":
         return plan
     most = recipe.cache.merge_every
@@ -215,7 +209,6 @@ def _require_not_periodic(recipe: Recipe, why: str) -> None:
 
 
 def _require_pins_kept(recipe: Recipe, method: Method, geometry: Sequence[LayerGeometry]) -> None:
-    """Raise UsageError if a recipe reserves room for pinned (never evicted) tokens that its cache cannot use."""
     why, fix = "", "--set cache.pinned=0"
     if not method.compresses:
         why = f"the method {method.name} evicts nothing, so every token is kept"
@@ -260,14 +253,10 @@ def _require_caches_read(recipe: Recipe, readers: Mapping[int, int]) -> None:
             f"--set backend.name={default()}",
         )
     if (device := getattr(recipe.backend, "device", "cpu")) != "cpu":
-        raise UsageError(
-            f"backend.device is {device}, which is not supported where {why}",
-            "--set backend.device=cpu",
-        )
+        raise UsageError(f"backend.device is {device}, which is not supported where {why}", "--set backend.device=cpu")
 
 
 def _require_no_merges(recipe: Recipe, caches: Sequence[LayerCache], method: Method) -> None:
-    """Refuse speculative or periodic decoding if the cache evicts entries other than those behind a sliding window."""
     merging = [i for i, cache in enumerate(caches) if cache.merges]
     if not merging or (recipe.speculate.draft is None and recipe.cache.periodic.slots is None):
         return
@@ -293,7 +282,6 @@ def _require_no_merges(recipe: Recipe, caches: Sequence[LayerCache], method: Met
 
 
 def _require_plain(recipe: Recipe, geometry: Sequence[LayerGeometry], plan: CachePlan) -> None:
-    """Refuse caches with more slots than an indexer picks tokens, and sequences longer than an attention chunk."""
     length = recipe.limits.max_length
     for i, (layer, cache) in enumerate(zip(geometry, plan.caches, strict=True)):
         number = plan.attention_layers[i] if plan.attention_layers else i
@@ -314,13 +302,11 @@ def _require_plain(recipe: Recipe, geometry: Sequence[LayerGeometry], plan: Cach
                 budget = (most - beyond) * recipe.budget // max(cache.budget)
                 fix = f"--set cache.budget={budget}, or {fix}"
             raise UsageError(
-                f"the indexer of layer {number} would pick only {most} of the {slots} slots of its cache{parts}",
-                fix,
+                f"the indexer of layer {number} would pick only {most} of the {slots} slots of its cache{parts}", fix
             )
 
 
 def _require_pairs(recipe: Recipe, geometry: Sequence[LayerGeometry]) -> None:
-    """Raise UsageError for keys or values of an odd size in an int4 cache, because a byte stores two 4-bit codes."""
     types = types_of(recipe.cache_dtype)
     for i, layer in enumerate(geometry):
         for name, size in (("key", layer.key_size), ("value", layer.value_size)):

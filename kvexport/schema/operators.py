@@ -105,14 +105,7 @@ VOTE_ATTENTION = Operator(
         Attribute("softcap", "float", "logits l become `softcap tanh(l / softcap)`; 0: no bound", 0.0, least=0.0),
         _SLIDING_WINDOW,
         _STATISTICS,
-        Attribute(
-            "decay",
-            "floats",
-            "the factor a for each query; below 1 for a log_ema",
-            (1.0,),
-            above=0.0,
-            most=1.0,
-        ),
+        Attribute("decay", "floats", "the factor a for each query; below 1 for a log_ema", (1.0,), above=0.0, most=1.0),
         Attribute("window", "ints", "the number of last queries of a call that count; 0: all", (0,), least=0),
         Attribute(
             "recency_weight",

@@ -60,10 +60,7 @@ def _no_weights(path: Path) -> UsageError:
     files = sorted(file.name for file in path.iterdir() if file.is_file())
     pickles = sorted({file.name for pattern in _PICKLES for file in path.glob(pattern)})
     if "adapter_config.json" in files:
-        return UsageError(
-            f"{path} is an adapter, not a model",
-            "--set model.path=BASE_MODEL --set adapters.count=1",
-        )
+        return UsageError(f"{path} is an adapter, not a model", "--set model.path=BASE_MODEL --set adapters.count=1")
     # The hub's cache holds models--org--name/snapshots/COMMIT; pickles are never downloaded there, so the id is what
     # can be converted.
     cached = path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--")

@@ -1,7 +1,5 @@
 """Comparison of two states of a layer's KV cache, or of two arrays, within tolerances."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -68,17 +66,12 @@ def tolerance_of(table: Mapping[str, Tolerance], *types: str) -> Tolerance:
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference between two versions of a state tensor, with the allowed tolerance and where it occurs."""
-
     tensor: str
     difference: float  # size of the difference
     allowed: float  # largest difference that passes
     lane: int  # row of the batch
     head: int | None  # KV head; None for tensors without heads
     slot: int  # slot of the cache, or index of the token within the call
-
-    def at(self, lane: int, head: int) -> Difference:
-        return replace(self, lane=lane, head=head)
 
 
 def norm(x: Array) -> Array:
@@ -97,10 +90,7 @@ def worst(tensor: str, difference: Array, allowed: Array | float) -> Difference 
 
 
 def heads_of(layer: LayerCache, state: Sequence[Array]) -> list[list[Array]]:
-    """Return views [B, H, C, ...] of a layer's state tensors, grouped by KV heads of one capacity.
-
-    There is one group with all KV heads if they have one capacity, otherwise a group for each KV head.
-    """
+    """Return views [B, H, C, ...] of a layer's state: one group for all heads of one capacity, else one for each."""
     alike = len({*layer.capacity}) == 1
     parts = []
     for tensor, x in zip(layer.state, state, strict=True):
@@ -116,10 +106,7 @@ def heads_of(layer: LayerCache, state: Sequence[Array]) -> list[list[Array]]:
 
 
 def named_views(layer: LayerCache, views: Sequence[Array]) -> dict[str, Array]:
-    """Return views [B, H, C, ...] of a layer's state tensors by name (keys, values, token counts, ...).
-
-    Keys and values of an int8 or int4 KV cache are dequantized to float32, so the result has no scales.
-    """
+    """Return views of a layer's state tensors by name, with keys and values dequantized to float32."""
     named = {tensor.name: x for tensor, x in zip(layer.state, views, strict=True)}
     if layer.dtype in SMALL:
         for name in ("key", "value"):
@@ -128,18 +115,13 @@ def named_views(layer: LayerCache, views: Sequence[Array]) -> dict[str, Array]:
 
 
 def named_heads(layer: LayerCache, state: Sequence[Array]) -> list[dict[str, Array]]:
-    """Return a layer's state tensors by name for each group of `heads_of`, with dequantized keys and values."""
     return [named_views(layer, views) for views in heads_of(layer, state)]
 
 
 def state_difference(
     layer: LayerCache, method: Method, actual: Sequence[Array], expected: Sequence[Array], tolerance: Tolerance
 ) -> Difference | None:
-    """Return the first difference between two states of a layer's KV cache that exceeds its tolerance, or None.
-
-    Positions must be equal. Tolerances of keys and values are relative to the norm of the vector; tolerances of token
-    counts (votes) and scores are relative to the expected value.
-    """
+    """Return the first difference between two states of a layer's KV cache beyond its tolerance, or None."""
     parts = zip(named_heads(layer, actual), named_heads(layer, expected), strict=True)
     for first, (own, other) in enumerate(parts):
         if difference := heads_difference(method, own, other, tolerance):
@@ -169,24 +151,17 @@ def _tensor_difference(name: str, method: Method, a: Array, b: Array, tolerance:
         if name == "votes":
             return worst(name, np.where((a > 0) == (b > 0), gap, np.inf), tolerance.votes * size)
         if name == "score":
-            return _score_difference(method, gap, size, tolerance)
+            for k, statistic in enumerate(method.statistics):
+                least = 1.0 if statistic.kind == "log_ema" else NO_SCORE / tolerance.scores
+                off = np.where((size[:, :, k] > NOTHING_YET) & (gap[:, :, k] < NOTHING_YET * 1e-3), 0.0, gap[:, :, k])
+                if difference := worst(name, off, tolerance.scores * np.maximum(size[:, :, k], least)):
+                    return difference
+            return None
         return worst(name, gap.reshape(*gap.shape[:2], -1), 0.0 if name == "position" else tolerance.votes)
 
 
-def _score_difference(method: Method, gap: Array, size: Array, tolerance: Tolerance) -> Difference | None:
-    for k, statistic in enumerate(method.statistics):
-        least = 1.0 if statistic.kind == "log_ema" else NO_SCORE / tolerance.scores
-        off = np.where((size[:, :, k] > NOTHING_YET) & (gap[:, :, k] < NOTHING_YET * 1e-3), 0.0, gap[:, :, k])
-        if difference := worst("score", off, tolerance.scores * np.maximum(size[:, :, k], least)):
-            return difference
-    return None
-
-
 def largest_differences(name: str, a: Array, b: Array, heads: Array | None = None) -> float:
-    """Return the largest difference between two versions of a view [B, H, ...] of a state tensor.
-
-    Differences of keys and values are relative to their norms.
-    """
+    """Return the largest difference of two views [B, H, ...]; of keys and values relative to their norms."""
     if heads is not None:
         a, b = a[heads], b[heads]
     if np.array_equal(a, b):

@@ -3,8 +3,6 @@
 In a whole run the engine and PyTorch each go on from their own state, from the first token to the last.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
@@ -50,11 +48,7 @@ OWN_ROUNDINGS = 3.0  # allowed KL of the engine's independent run, as a multiple
 
 
 class Comparison:
-    """Comparison of an exported model with PyTorch, call by call.
-
-    The PyTorch reference makes every call, and the engine's ONNX graphs are compared with it from the same state. The
-    engine also runs independently, from its own state.
-    """
+    """Comparison of PyTorch's calls with the engine's graphs from the same state, and with the engine's own run."""
 
     def __init__(
         self,
@@ -113,15 +107,13 @@ class Comparison:
                     self.locked.state[name][lane] = x[0]
 
     def encode(self, picture: Picture, arguments: Mapping[str, Any]) -> None:
-        """Compare the engine's encoding of a picture with float64, and put the picture at the start of sequence 0."""
         rows = self.reference.image_rows(arguments)
         with in_float64():
             exact = self.reference.image_rows(arguments)
         self._add_errors(("encode", "image"), picture.images.rows, rows, exact, np.ones(len(exact), bool))
-        self.pictures = [picture.with_rows(rows), picture]
+        self.pictures = [picture._replace(images=replace(picture.images, rows=rows)), picture]
 
     def finish(self) -> None:
-        """Compute the figures that need all calls: the mean KL of the engine's independent run, and rounding errors."""
         self.result.own_kl = float(np.mean(self.independent.kl)) if self.independent.kl else 0.0
         self.result.own_compared, self.result.parted = len(self.independent.kl), self.independent.parted
         if self.quantized:  # its steps of 8 or 4 bits magnify roundings of float32, in PyTorch as in the engine
@@ -134,10 +126,7 @@ class Comparison:
             self.result.rounding.append(Rounding(phase, tensor, len(engine), *quantiles, least))
 
     def decoded(self, feed: Arrays, present: Arrays, hidden: dict[int, NDArray[Any]], whole: bool) -> None:
-        """Compare one decoder call with PyTorch, layer by layer and, if `whole` is set, through all layers at once.
-
-        Each layer receives the reference's hidden state, so one layer's error does not reach the next layer.
-        """
+        """Compare a call with PyTorch layer by layer, each from PyTorch's hidden state; if `whole`, all at once too."""
         phase = "decode" if feed["query_length"].max() == 1 else "prefill"
         feed = {**feed, **self.adapters.unused(len(feed["query_length"]))}
         largest: dict[str, float] = {}
@@ -172,7 +161,6 @@ class Comparison:
         self.result.steps.append({"step": len(self.result.steps), "phase": phase, "tokens": seen, "largest": largest})
 
     def merged(self, feed: Arrays, present: Arrays, first: int) -> None:
-        """Compare one merge (compression of KV caches) of batch lanes with PyTorch's merge, KV head by KV head."""
         past = {name: np.ascontiguousarray(feed[name]) for name, _, layer, _ in self.plan.state_names() if layer.merges}
         with self.runners.merge:
             in_all: Arrays = self.runners.merge.infer(OrderedDict(with_slots(self.plan, self.engine.plan, past)))
@@ -255,7 +243,7 @@ class Comparison:
         largest: dict[str, float],
         tolerance: Tolerance,
     ) -> list[Difference | None]:
-        real = _real(feed) if actual.shape[1] == feed["input_ids"].shape[1] else feed["query_length"] > 0
+        real = _real_logits(feed, actual)
         gap = np.where(real, norm(actual.astype(np.float64) - expected), 0.0)
         _keep(largest, "logits", gap / np.maximum(norm(expected), 1e-30))
         return [worst("logits", gap, tolerance.hidden * norm(expected))]
@@ -291,8 +279,7 @@ class Comparison:
                     new = norm(expected[name].astype(np.float64) - before[name]) > 0
                     self._add_errors((phase, name), actual[name], expected[name], truth[name], new)
         logits = exact["logits"]
-        real = _real(feed) if logits.shape[1] == feed["input_ids"].shape[1] else feed["query_length"] > 0
-        self._add_errors((phase, "logits"), separate["logits"], present["logits"], logits, real)
+        self._add_errors((phase, "logits"), separate["logits"], present["logits"], logits, _real_logits(feed, logits))
         for lane in np.flatnonzero(feed["query_length"]):
             row = feed["query_length"][lane, 0] - 1 if logits.shape[1] > 1 else 0
             self.rounding_kl.append(kl(logits[lane, row], present["logits"][lane, row]))
@@ -380,7 +367,6 @@ class LockedBackend(LaneState):
         self._take(present, slice(first, last))
 
     def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
-        """Raise an error: the batch lanes of a reference run are used only once."""
         raise AssertionError("a reference runs once")
 
     def _take(self, present: Arrays, lanes: slice) -> None:
@@ -397,6 +383,10 @@ def _keep(largest: dict[str, float], kind: str, sizes: NDArray[Any]) -> None:
 def _real(feed: Arrays) -> NDArray[Any]:
     real: NDArray[Any] = np.arange(feed["input_ids"].shape[1]) < feed["query_length"]
     return real
+
+
+def _real_logits(feed: Arrays, logits: NDArray[Any]) -> NDArray[Any]:
+    return _real(feed) if logits.shape[1] == feed["input_ids"].shape[1] else feed["query_length"] > 0
 
 
 def _are_largest(top: TopLogits | None, logits: NDArray[np.float32]) -> bool:

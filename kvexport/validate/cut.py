@@ -4,8 +4,6 @@ Each layer of the cut decoder takes the PyTorch reference's hidden state as an i
 reach it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The distance between the engine's next-token distributions and the uncompressed model's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -20,17 +18,13 @@ def kl(p_logits: Row, q_logits: Row) -> float:
 
 
 def compared_positions(rows: list[dict[int, Row]], budgets: list[int]) -> list[list[int]]:
-    """Return the positions of each sequence at which logits are compared: those beyond the smallest cache budget.
-
-    If no sequence is longer than the smallest budget, all positions with logits are returned.
-    """
+    """Return the positions beyond the smallest budget, or all if no sequence is longer than that."""
     start = min(budgets)
     past = [[p for p in sorted(of) if p >= start] for of in rows]
     return past if any(past) else [sorted(of) for of in rows]
 
 
 def untouched_positions(rows: list[dict[int, Row]], budgets: list[int]) -> list[list[int]]:
-    """Return, for each sequence, the positions with logits before the first possible eviction from any KV cache."""
     return [[p for p in sorted(of) if p < min(budgets)] for of in rows]
 
 
@@ -44,7 +38,6 @@ def mean_kl_at(positions: list[list[int]], own: list[dict[int, Row]], full: list
 
 
 def loss(logits: Row, token: int) -> float:
-    """Return the negative log probability of a token in nats, given the logits that predict it."""
     row = logits.astype(np.float64) - logits.max()
     return float(np.log(np.exp(row).sum()) - row[token])
 
@@ -56,11 +49,7 @@ def measure_divergence(
     own: list[dict[int, Row]],
     full: list[dict[int, Row]],
 ) -> None:
-    """Append each sequence's comparison with the full cache to `result`.
-
-    The comparison has, at each position, the KL divergence KL(full cache || engine) and whether both have the same
-    likeliest token, and the mean loss of the true tokens, in nats, with the full cache and with the engine.
-    """
+    """Append each sequence's KL, agreement of the likeliest tokens, and mean losses to `result`."""
     for ids, positions, engine_rows, full_rows in zip(tokens, positions_of, own, full, strict=True):
         known = [p for p in positions if p + 1 < len(ids)]
         losses = [[loss(rows[p], ids[p + 1]) for p in known] for rows in (full_rows, engine_rows)]

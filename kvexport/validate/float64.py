@@ -1,7 +1,5 @@
 """PyTorch arithmetic in float64, exact or with random errors of the size of float32's rounding."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -35,7 +33,8 @@ class _Float64(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args, kwargs = _wide(args), {name: _wide(x) for name, x in kwargs.items()}
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        if not self.roundings or name.rstrip("_") in EXACT or not _is_float(result):
+        is_float = isinstance(result, Tensor) and result.dtype == torch.float64
+        if not self.roundings or name.rstrip("_") in EXACT or not is_float:
             return result
         magnitude = result.abs()
         if name in PRODUCTS:  # every product and partial sum is rounded, even if they cancel out
@@ -55,10 +54,6 @@ def _wide(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.double() if x.dtype in NARROW else x
     return type(x)(map(_wide, x)) if isinstance(x, (list, tuple)) else x
-
-
-def _is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype == torch.float64
 
 
 @contextlib.contextmanager

@@ -1,13 +1,9 @@
 """The picture at the start of a validation's first sequence, and its embeddings by the engine and by PyTorch."""
 
-from __future__ import annotations
-
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvexport.export.vision import prepare, read_processor
 from kvexport.images.rows import CallImages, PromptImages, call_images, chunk_borders, places_of
@@ -20,29 +16,22 @@ class Picture(NamedTuple):
     places: Ids  # for each of these tokens, the number of its row from 1; 0 for none
     images: PromptImages  # rows that the engine's image encoder computed
 
-    def with_rows(self, rows: NDArray[np.float32]) -> Picture:
-        return self._replace(images=replace(self.images, rows=rows))
-
     def borders(self, chunk: int) -> list[int]:
-        """Return the token positions at which chunks of the picture's first tokens end."""
         return chunk_borders(self.places, self.images, 0, chunk)
 
     def call(self, tokens: list[Ids], begin: int) -> CallImages | None:
-        """Return the picture's embeddings for a call at position `begin` of the first sequence; None without any."""
         places = [np.zeros(len(ids), np.int64) for ids in tokens]
         part = self.places[begin : begin + len(tokens[0])]
         places[0][: len(part)] = part
         return call_images([(own, None if lane else self.images) for lane, own in enumerate(places)])
 
     def arguments(self, checkpoint: Any, config: Any) -> dict[str, torch.Tensor]:
-        """Return the arguments with which the transformers model reads the picture, made by the model's processor."""
         prepared = prepare(read_processor(checkpoint.path, config), self.image)
         names = [name for name in ("pixel_values", "image_sizes", "image_grid_thw") if name in prepared]
         return {name: torch.from_numpy(np.asarray(prepared[name])) for name in names}
 
 
 def make_picture(engine: Any, seed: int) -> Picture | None:
-    """Return a picture of random pixels, twice as wide as high; None for an engine that reads no images."""
     if (spec := engine.manifest.images) is None:
         return None
     from PIL import Image

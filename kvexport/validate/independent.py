@@ -40,14 +40,11 @@ MAGNIFIED = 10.0  # allowed difference of rows after a merge, as a multiple of t
 
 
 class Merge(NamedTuple):
-    """One recorded merge (compression of KV caches): the state before and the state after."""
-
     first: int  # first merged lane
     past: Arrays  # state of the merged lanes before the merge, by the input names of merge.onnx
     present: Arrays  # state of the merged lanes after the merge, by the output names of merge.onnx
 
     def lane(self, lane: int) -> Merge | None:
-        """Return the record of the merge for one lane of the batch; None if that lane was not merged."""
         if not self.first <= lane < self.first + len(next(iter(self.past.values()))):
             return None
         row = slice(lane - self.first, lane - self.first + 1)
@@ -64,8 +61,6 @@ class Parting(NamedTuple):
 
 
 class WatchedState:
-    """A wrapper of a `ModelState` (KV caches of a batch) that records the merges of the current call."""
-
     def __init__(self, state: Any, source: CachePlan, plan: CachePlan) -> None:
         self._state, self._source, self._plan = state, source, plan
         self.merges: list[Merge] = []
@@ -86,8 +81,6 @@ class WatchedState:
 
 
 class IndependentRun:
-    """The engine's own run over the validation sequences, and its distance from PyTorch's run."""
-
     def __init__(
         self,
         state: WatchedState,
@@ -137,12 +130,10 @@ class IndependentRun:
         return list(parting.values())
 
     def state(self, lane: int, caches: Collection[int]) -> dict[str, NDArray[Any]]:
-        """Return the engine's state tensors [1, ...] of some KV caches of one sequence, by the graphs' input names."""
         names = {tensor.past(i) for i in caches for tensor in self._plan.caches[i].state}
         return {name: x for name, x in self._state.lane_states(lane, lane + 1).items() if name in names}
 
     def _selected_otherwise(self, own: list[Merge], expected: list[Merge]) -> list[int]:
-        """Return the KV caches in which engine and PyTorch evicted different entries or merged into different slots."""
         layers = [(i, layer) for i, layer in enumerate(self._plan.caches) if layer.merges]
         if len(own) != len(expected):
             return [i for i, _ in layers]
@@ -150,7 +141,6 @@ class IndependentRun:
         return [i for i, layer in layers if not all(self._merged_alike(i, layer, a, b) for a, b in pairs)]
 
     def _merged_alike(self, i: int, layer: LayerCache, own: Merge, expected: Merge) -> bool:
-        """Return whether engine and PyTorch compressed KV cache i in the same way, each from its own state."""
         before, after = ([run.past for run in (own, expected)], [run.present for run in (own, expected)])
         positions, votes = ([state[layer.state[n].present(i)] for state in after] for n in (4, 2))
         if not (np.array_equal(positions[0], positions[1]) and np.allclose(votes[0], votes[1], rtol=SAME_VOTES)):

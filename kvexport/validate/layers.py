@@ -4,8 +4,6 @@
 long. Every layer has the same KV cache as in the artifact.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile
@@ -30,10 +28,7 @@ NOT_PER_LAYER = ("architectures", "_token_id", "_token_ids")
 def first_layers(
     path: Path, count: int, checkpoint: str | None = None, progress: Callable[[str, int | None], Progress] = silent
 ) -> Iterator[Path]:
-    """Build the first `count` layers of the artifact at `path`, with embeddings and output head, as ONNX graphs only.
-
-    The yielded artifact is deleted when the block ends, and so is the checkpoint that its recipe's model.path names.
-    """
+    """Build the first `count` layers of an artifact, graphs only; they are deleted when the block ends."""
     from kvexport.export.model.checkpoint import open_checkpoint
     from kvexport.tensor_files.shards import own_links
 
@@ -74,7 +69,6 @@ def first_layers(
 
 
 def require_checkpoint(checkpoint: Any, manifest: Manifest, path: Path) -> None:
-    """Raise UsageError unless `checkpoint` is the one from which the artifact at `path` was built."""
     if checkpoint.fingerprint != manifest.model.fingerprint:
         raise UsageError(
             f"{checkpoint.path} is not the checkpoint of {path}", "--checkpoint DIR with the one it was built from"

@@ -13,10 +13,8 @@ in float32 may be farther from all random merges than these are from one another
 equal in float32, and the order of slots then decides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -58,7 +56,6 @@ class Flip:
 
     @property
     def right(self) -> bool:
-        """Whether float32 rounding explains that the engine evicted other KV-cache entries than PyTorch."""
         return self.roundings is not None
 
 
@@ -91,23 +88,16 @@ def _differing_heads(
     actual, expected = ([state[name] for name in names] for state in (engine, reference))
     if all(np.array_equal(a, b) for a, b in zip(actual, expected, strict=True)):
         return []
-    parts = zip(named_heads(layer, actual), named_heads(layer, expected), strict=True)
-    heads = [
-        [{name: x[:, head : head + 1] for name, x in state.items()} for state in both]
-        for both in parts
-        for head in range(both[0]["votes"].shape[1])
-    ]
-    return [
-        difference.at(lane, head)
-        for lane in range(len(actual[0]))
-        for head, both in enumerate(heads)
-        if (difference := _lane_difference(method, both, lane, tolerance))
-    ]
-
-
-def _lane_difference(method: Method, both: Sequence[Arrays], lane: int, tolerance: Tolerance) -> Difference | None:
-    own, other = ({name: x[lane : lane + 1] for name, x in state.items()} for state in both)
-    return heads_difference(method, own, other, tolerance)
+    found = []
+    for lane in range(len(actual[0])):
+        head = 0
+        for both in zip(named_heads(layer, actual), named_heads(layer, expected), strict=True):
+            for own in range(both[0]["votes"].shape[1]):
+                a, b = ({name: x[lane : lane + 1, own : own + 1] for name, x in state.items()} for state in both)
+                if difference := heads_difference(method, a, b, tolerance):
+                    found.append(replace(difference, lane=lane, head=head))
+                head += 1
+    return found
 
 
 def _explained(
@@ -120,11 +110,7 @@ def _explained(
     reference: Arrays,
     tolerance: Tolerance,
 ) -> float | None:
-    """Return how large a rounding error explains a KV head that the engine merged unlike PyTorch; None if none does.
-
-    The result, in roundings of float32, is the size of the random errors with which PyTorch in float64 merges the KV
-    head as the engine did.
-    """
+    """Return the random error, in float32 roundings, with which float64 merges a head as the engine did; or None."""
     head = difference.head or 0
 
     def of_head(tensor: StateTensor, x: NDArray[Any]) -> NDArray[Any]:

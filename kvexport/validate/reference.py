@@ -1,7 +1,5 @@
 """The PyTorch reference: the Hugging Face model, run eagerly with kvexport's operators as its attention and cache."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import time
@@ -81,7 +79,6 @@ class TorchReference:
 
     @torch.no_grad()
     def image_rows(self, arguments: Mapping[str, Tensor]) -> NDArray[Any]:
-        """Return the embeddings [n, hidden] of an image, which is given as the arrays of its processor."""
         rows: NDArray[Any] = features_of(self.model, **arguments).numpy()
         return rows
 
@@ -91,19 +88,8 @@ class TorchReference:
             return self.decode(feed)
 
     @torch.no_grad()
-    def decode(
-        self,
-        feed: Mapping[str, NDArray[Any]],
-        hidden: dict[int, NDArray[Any]] | None = None,
-    ) -> Arrays:
-        """Compute the decoder in PyTorch, with the inputs and outputs of decoder.onnx.
-
-        Args:
-            feed: input_ids [B, T], query_length [B, 1], past_length [B, 1], the tensors past_key_values.* and, for a
-                model that reads images, image_rows and image_places.
-            hidden: If not None, receives the hidden state [B, T, hidden] at the start of every layer that has a cache,
-                by the number of that cache.
-        """
+    def decode(self, feed: Mapping[str, NDArray[Any]], hidden: dict[int, NDArray[Any]] | None = None) -> Arrays:
+        """Compute decoder.onnx; `hidden` receives the hidden states at the start of each layer with a cache."""
         ids, query_length, past_length = (
             torch.from_numpy(np.ascontiguousarray(feed[name])) for name in ("input_ids", "query_length", "past_length")
         )
@@ -165,7 +151,6 @@ class TorchReference:
 
     @torch.no_grad()
     def merge(self, feed: Mapping[str, NDArray[Any]]) -> Arrays:
-        """Compress KV caches in PyTorch, with the inputs and outputs of the ONNX graph merge.onnx."""
         present = {}
         for i, layer in enumerate(self.plan.caches):
             if layer.merges:
@@ -215,11 +200,7 @@ def full_logits(
     positions: list[list[int]],
     images: Mapping[str, Tensor],
 ) -> list[dict[int, NDArray[np.float32]]]:
-    """Return the logits [vocabulary] of the uncompressed Hugging Face model at given positions of each sequence.
-
-    The model runs with its own attention and KV cache. `images` has the model's arguments for images in the first
-    sequence.
-    """
+    """Return the logits of the uncompressed model, by its own attention and cache, at positions of each sequence."""
     with quiet_exporter():
         model = _load_attending(checkpoint, recipe)
     picked: list[int] = []

@@ -1,7 +1,5 @@
 """The result of a validation, the comparison of an exported model with PyTorch: its differences and problems."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -50,16 +48,11 @@ class Quantiles:
 
 
 def level_of(count: int) -> float:
-    """Return which quantile of `count` rounding errors the validation checks.
-
-    For 1,000 errors or more the quantile is the 99th percentile. For fewer errors it is lower, so that `ABOVE` errors
-    exceed it, but at least the median.
-    """
+    """Return which quantile of errors is checked: the 99th percentile, or a lower one that `ABOVE` errors exceed."""
     return max(0.5, min(0.99, 1.0 - ABOVE / max(count, 1)))
 
 
 def quantiles_of(errors: NDArray[Any]) -> Quantiles:
-    """Return the median and other quantiles of rounding errors; zeros if there are no errors."""
     if not errors.size:
         return Quantiles(0.0, 0.0, 0.0, 0.0)
     levels = (0.5, level_of(errors.size), 0.99, 1.0)
@@ -79,13 +72,11 @@ class Rounding:
 
     @property
     def holds(self) -> bool:
-        """Whether the engine's rounding errors are at most `ROUNDING_RATIO` times PyTorch's."""
         few = self.engine.p99 <= OUTLIERS * ROUNDING_RATIO * max(self.pytorch.p99, self.least)
         return self.ratio <= ROUNDING_RATIO and few
 
     @property
     def ratio(self) -> float:
-        """The engine's rounding error at the checked quantile, divided by PyTorch's rounding error there."""
         return self.engine.checked / max(self.pytorch.checked, self.least)
 
 
@@ -141,14 +132,12 @@ class ValidationResult:
     seconds: float = 0.0  # duration of the validation
 
     def note(self, mismatch: Mismatch) -> None:
-        """Count a difference between engine and PyTorch beyond its tolerance, and store the first `KEPT` of them."""
         self.mismatched += 1
         if len(self.mismatches) < KEPT:
             self.mismatches.append(mismatch)
 
     @property
     def mismatch(self) -> Mismatch | None:
-        """The first difference between engine and PyTorch that exceeds its tolerance; None if there is none."""
         return self.mismatches[0] if self.mismatches else None
 
     @property
@@ -157,7 +146,6 @@ class ValidationResult:
 
     @property
     def problem(self) -> str:
-        """The first reason why the validation failed, in one line; "" if it passed."""
         return next(iter(self.problems), "")
 
     @property
@@ -205,13 +193,11 @@ class ValidationResult:
 
     @property
     def losses_of_text(self) -> tuple[float, float] | None:
-        """The mean loss per token of text, with the full KV cache and with the engine's; None without text."""
         pairs = [pair for pair in self._rows(self.losses, "text") if pair is not None]
         return (float(np.mean([x[0] for x in pairs])), float(np.mean([x[1] for x in pairs]))) if pairs else None
 
     @property
     def warning(self) -> str:
-        """A warning if the engine predicts text much worse than the full cache while computing correctly; else ""."""
         full, engine = self.losses_of_text or (0.0, 0.0)
         if engine <= full + FAR:
             return ""
@@ -224,15 +210,11 @@ class ValidationResult:
         return max((s["largest"][kind] for s in self.steps if kind in s["largest"]), default=0.0)
 
     def mean_kl(self, text: str | None = None) -> float:
-        """Return the mean KL(full cache || engine) in nats over the compared positions of validation sequences.
-
-        `text` chooses the sequences: "text", "random" tokens, or None for both.
-        """
+        """Return the mean KL(full cache || engine) in nats over the compared positions of validation sequences."""
         values = [v for row in self._rows(self.kl, text) for v in row]
         return float(np.mean(values)) if values else 0.0
 
     def agreement(self, text: str | None = None) -> float:
-        """Return the share of compared positions at which engine and full KV cache have the same most likely token."""
         values = [v for row in self._rows(self.agrees, text) for v in row]
         return float(np.mean(values)) if values else 1.0
 

@@ -61,6 +61,8 @@ def validate_artifact(
     progress: Callable[[str, int | None], Progress] = silent,
 ) -> ValidationResult:
     require("validate")
+    from polygraphy.logger import G_LOGGER
+
     from kvexport.export.build import read_model
     from kvexport.export.weights.write import DATA_FILE
     from kvexport.validate.compare import LAYERS, tolerance_of
@@ -121,7 +123,7 @@ def validate_artifact(
         own_kl_allowed=OWN_KL[recipe.model.dtype],
         unmerged=sum(sum(b >= len(tokens[0]) for b in x.budget) for x in engine.plan.caches if x.merges),
     )
-    _quiet_polygraphy()
+    G_LOGGER.module_severity = G_LOGGER.CRITICAL
     comparison, pixels = Comparison(engine, runners, cut, reference, result), {}
     if picture is not None and texts[0].startswith(IMAGE):
         with progress("encoding an image", None):
@@ -160,11 +162,7 @@ def validate_artifact(
 
 
 def _is_exact(recipe: Recipe, config: Any) -> bool:
-    """Return whether the engine must give the same logits as transformers' own model until an entry is evicted.
-
-    The logits may differ if the KV cache is quantized, if decode steps read only a part of the cache, or if rotary
-    frequencies that depend on the length are fixed.
-    """
+    """Return whether the engine must give transformers' logits until it evicts: unrounded, whole and unscaled."""
     from kvexport.export.model.hf_model import length_notes
 
     rounds, selects = recipe.cache.dtype != "model", recipe.cache.periodic.slots is not None
@@ -181,7 +179,6 @@ def _whole_calls(prefill: list[bool]) -> set[int]:
 
 
 def _memory(manifest: Manifest, parameters: int, batch: int) -> int:
-    """Return about how many bytes a comparison takes: two sessions of the engine, PyTorch's weights, and the caches."""
     weights = parameters * (PACKED_BYTES if manifest.model.packed else np.dtype(manifest.recipe.model.dtype).itemsize)
     return TORCH_BYTES + 2 * manifest.bytes + int(weights) + COPIES * manifest.cache.bytes(batch)
 
@@ -195,9 +192,3 @@ def _estimate(reference: TorchReference, calls: list[tuple[list[Ids], bool]], wh
             trial = reference.time_decode(len(widest), max(map(len, widest)))
             seconds += trial * (2.0 * len(of_phase) + FLOAT64 * whole / 2)
     return f"about {format_seconds(seconds)}"
-
-
-def _quiet_polygraphy() -> None:
-    from polygraphy.logger import G_LOGGER
-
-    G_LOGGER.module_severity = G_LOGGER.CRITICAL

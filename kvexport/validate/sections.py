@@ -1,7 +1,5 @@
 """The report of a validation (comparison of an exported model with PyTorch): tables and figures."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -19,17 +17,7 @@ def sections(result: ValidationResult) -> list[Section]:
             (m.layer, m.step, m.phase, m.tensor, m.lane, m.head, m.slot, m.largest, m.allowed)
             for m in result.mismatches
         ]
-        heads = (
-            "layer",
-            "call",
-            "phase",
-            "tensor",
-            "lane",
-            "head",
-            "slot or token",
-            "difference",
-            "allowed",
-        )
+        heads = ("layer", "call", "phase", "tensor", "lane", "head", "slot or token", "difference", "allowed")
         sections.append(Table(f"Differences, the first {len(rows)} of {result.mismatched}", heads, rows))
     if result.flips:
         names = ("layer", "step", "lane", "head", "slot", "tensor", "difference", "roundings")
@@ -61,6 +49,13 @@ def summary(result: ValidationResult) -> dict[str, Any]:
         )
     if result.warning:
         distances["warning"] = result.warning
+    unmerged = (
+        f"{result.unmerged} of {len(result.budgets)} KV heads have budgets of {max(result.tokens)} slots or "
+        "more, and merged nothing; --length N with a longer sequence compares their merges too"
+    )
+    no_image = (
+        f"not compared: the picture takes {result.no_image} tokens; --length {2 * result.no_image} has room for it"
+    )
     return {
         "result": "passed" if result.passed else f"FAILED: {'; '.join(result.problems)}",
         "artifact": result.artifact,
@@ -71,8 +66,8 @@ def summary(result: ValidationResult) -> dict[str, Any]:
         "tokens per sequence": ", ".join(f"{n} ({kind})" for n, kind in zip(result.tokens, result.texts, strict=True)),
         "budget, slots of a KV head": budgets[0] if len(budgets) == 1 else f"{budgets[0]} to {budgets[-1]}",
         "calls compared": f"{len(result.steps)} ({calls})",
-        **({"merges not compared": _unmerged(result)} if result.unmerged else {}),
-        **({"images": _no_image(result.no_image)} if result.no_image else {}),
+        **({"merges not compared": unmerged} if result.unmerged else {}),
+        **({"images": no_image} if result.no_image else {}),
         "head-merges that differ from PyTorch's by a tie": f"{len(result.flips)} of {result.head_merges}",
         "in-place buffers": "bit-identical" if result.in_place_identical else "DIFFERS",
         **({} if result.top_logits_hold is None else {"top logits": "right" if result.top_logits_hold else "WRONG"}),
@@ -93,17 +88,6 @@ def _parted(result: ValidationResult) -> str:
     return (
         f"; ties that rounding decides, by tokens: {lanes}; PyTorch goes on from the engine's caches" if lanes else ""
     )
-
-
-def _unmerged(result: ValidationResult) -> str:
-    return (
-        f"{result.unmerged} of {len(result.budgets)} KV heads have budgets of {max(result.tokens)} slots or "
-        "more, and merged nothing; --length N with a longer sequence compares their merges too"
-    )
-
-
-def _no_image(tokens: int) -> str:
-    return f"not compared: the picture takes {tokens} tokens; --length {2 * tokens} has room for it"
 
 
 def _layers(result: ValidationResult) -> dict[str, str]:

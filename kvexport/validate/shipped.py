@@ -4,8 +4,6 @@ Deployed engines run in this way. The engine that is compared with PyTorch runs 
 token before the next step begins. Both run the same kernels, so their tokens must be equal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -17,11 +15,7 @@ MERGES = 3  # least number of merges between the decode steps of an answer, if t
 
 
 def shipped_difference(opened: Callable[[bool], Engine], tokens: Sequence[Ids]) -> str:
-    """Return where greedy answers with and without CUDA graphs first differ; "" if they are equal.
-
-    The prompts are the first halves of the sequences. `opened` returns an engine with or without CUDA graphs. One
-    engine is open at a time.
-    """
+    """Return where greedy answers with and without CUDA graphs first differ; "" if they are equal."""
     plain, shipped = ([list(x) for x in _answers(opened(graphs), tokens, ahead=graphs)] for graphs in (False, True))
     for sequence, (expected, found) in enumerate(zip(plain, shipped, strict=True)):
         for step, (other, token) in enumerate(zip(expected, found, strict=True)):

@@ -5,8 +5,6 @@ artifact allows, and PyTorch copies every slot in each call. The PyTorch referen
 be used, and a decoder call reads only the slots in use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,10 +19,7 @@ MULTIPLE = 64  # numbers of slots are rounded up to a multiple of this
 
 
 def used_plan(plan: CachePlan, tokens: int) -> CachePlan:
-    """Return a cache plan whose KV caches have slots for about `tokens` tokens, and no more than in `plan`.
-
-    Caches whose KV heads have several capacities stay as they are, because the ONNX graphs contain these capacities.
-    """
+    """Return a plan with slots for about `tokens` tokens; heads of several capacities, which graphs contain, stay."""
     most = -(-tokens // MULTIPLE) * MULTIPLE
 
     def used(cache: LayerCache) -> LayerCache:
@@ -54,6 +49,5 @@ def has_beyond(source: CachePlan, target: CachePlan, arrays: Arrays) -> bool:
 
 
 def slots_for(votes: NDArray[Any], cache: LayerCache, tokens: int) -> tuple[int, ...]:
-    """Return, for each KV head, the number of slots that a decoder call needs, at most the head's capacity."""
     used = max(int((votes[:, slots] > 0).sum(-1).max(initial=0)) for slots in cache.head_slots)
     return cache.first_slots(-(-(used + tokens) // MULTIPLE) * MULTIPLE)

@@ -1,7 +1,5 @@
 """The token sequences on which an exported model is validated: text and random tokens, longer than every budget."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -29,10 +27,7 @@ COPIES = 10  # copies of a state: two runs of PyTorch and three of the engine, e
 
 
 def later_calls(limits: Limits, merge_prompts: str, parameters: int) -> list[int]:
-    """Return the number of tokens in each decoder call that follows the prompt of a validation sequence.
-
-    A call of one token decodes, and a call of more tokens reads a later prompt of the same conversation.
-    """
+    """Return the tokens of each call after the prompt: one to decode, more for a later prompt of the conversation."""
     merges = _for(MERGES, parameters)
     steps = merges * limits.merge_every + 4
     if merge_prompts == "chunks" or steps <= MOST_STEPS:
@@ -48,17 +43,12 @@ def _for(counts: dict[float, int], parameters: int) -> int:
 
 
 def default_length(plan: CachePlan, limits: Limits, later: int) -> int:
-    """Return the default length of the longest validation sequence: enough for some merges in prefill and decode.
-
-    A KV cache with more than `LARGEST` times the mean capacity may be too large to merge within this length.
-    """
     capacities = [slots for layer in plan.caches if layer.merges for slots in layer.capacity]
     merging = min(max(capacities), int(LARGEST * sum(capacities) / len(capacities))) if capacities else 0
     return min(limits.max_length, merging + CHUNKS_PAST * limits.prefill_chunk + later)
 
 
 def default_batch(plan: CachePlan, limits: Limits, parameters: int) -> int:
-    """Return the default number of validation sequences: three, or fewer for a large model or large KV caches."""
     fits = MEMORY // (COPIES * plan.bytes(1))
     return int(max(1, min(_for(SEQUENCES, parameters), limits.max_batch, fits)))
 
@@ -109,11 +99,7 @@ def _text_ids(engine: Any) -> Ids | None:
 def schedule(
     tokens: list[Ids], chunk: int, later: Sequence[int], borders: Sequence[int] = ()
 ) -> Iterator[tuple[list[Ids], bool]]:
-    """Yield the calls of the decoder as (tokens of every sequence, whether they belong to a prompt).
-
-    The first two thirds of every sequence, or more, are its prompt and come in chunks, which also end at the positions
-    `borders`. Shorter sequences have no tokens left in the last calls.
-    """
+    """Yield (tokens of every sequence, whether of a prompt); prompts come in chunks that end at `borders` too."""
     split = [max(2 * len(t) // 3, len(t) - sum(later)) for t in tokens]
     start = 0
     while start < max(split):

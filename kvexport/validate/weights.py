@@ -34,7 +34,6 @@ BLOCK = 1 << 20  # numbers of a weight that a product dequantizes at a time
 
 
 def load_model(checkpoint: Checkpoint, recipe: Any, attention: str) -> Any:
-    """Load the Hugging Face model of a checkpoint in eval mode, with the weights rounded as the recipe says."""
     dtype, config = getattr(torch, recipe.model.dtype), load_config(str(checkpoint.path), recipe)
     if not checkpoint.computed and recipe.weights.bits is None:
         model: Any = auto_class(config).from_pretrained(
@@ -105,7 +104,6 @@ class PackedWeight(Tensor):
         self.name_of_type = str(parameter.dtype).removeprefix("torch.")
 
     def rows(self, rows: Any) -> Tensor:
-        """Return the values [n, inputs] of some rows, given as a slice or as numbers."""
         part = {name: x[rows] for name, x in self.stored.items()}
         values = dequantize(self.packing, len(part["weight"]), self.inputs, part | self.order)
         return torch.from_numpy(values.astype(self.name_of_type, copy=False))

@@ -98,16 +98,10 @@ def test_digests_may_come_from_the_writer(tmp_path: Path) -> None:
                 load_checked(target)
 
 
-@pytest.mark.parametrize(
-    "content, known",
-    [
-        ({"files": {}}, {}),
-        ({"manifest_sha256": ""}, {}),
-        ({"contract_version": -1}, {}),
-        ({}, {"absent": "0" * 64}),
-        ({}, {"a": "short"}),
-    ],
-)
+@pytest.mark.parametrize("content, known", [
+    ({"files": {}}, {}), ({"manifest_sha256": ""}, {}), ({"contract_version": -1}, {}), ({}, {"absent": "0" * 64}),
+    ({}, {"a": "short"}),
+])  # fmt: skip
 def test_write_manifest_refuses_fields_and_digests_that_a_reader_would_refuse(
     tmp_path: Path, content: dict[str, Any], known: dict[str, str]
 ) -> None:

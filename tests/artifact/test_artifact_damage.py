@@ -60,23 +60,10 @@ def test_verify_false_reads_no_file_but_the_manifest(tmp_path: Path) -> None:
     assert load_checked(target, verify=False)["label"] == "first"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../outside",
-        "/etc/hostname",
-        "weights/../../outside",
-        "./decoder.onnx",
-        "weights//a.bin",
-        "a\\b",
-        "C:x",
-        "",
-        ".",
-        "a/",
-        "a\0b",
-        "manifest.json",
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "../outside", "/etc/hostname", "weights/../../outside", "./decoder.onnx", "weights//a.bin", "a\\b", "C:x", "", ".",
+    "a/", "a\0b", "manifest.json",
+])  # fmt: skip
 def test_a_name_that_could_leave_the_directory_is_refused(tmp_path: Path, name: str) -> None:
     target = build(tmp_path / "out")
     (tmp_path / "outside").write_text("secret")
@@ -109,21 +96,13 @@ def test_an_artifact_may_be_named_by_a_link(tmp_path: Path) -> None:
     assert assert_whole(tmp_path / "current") == "first"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"format": "other"},
-        {"contract_version": 999},
-        {"contract_version": True},
-        {"contract_version": "1"},
-        {"files": []},
-        {"files": {"decoder.onnx": None}},
-        {"files": {"decoder.onnx": {"sha256": "0" * 64, "bytes": -1}}},
-        {"files": {"decoder.onnx": {"sha256": "0" * 63, "bytes": 13}}},
-        {"files": {"decoder.onnx": {"sha256": ["0" * 64], "bytes": 13}}},
-        {"files": {"decoder.onnx": {"sha256": "0" * 64, "bytes": 13.0}}},
-    ],
-)
+@pytest.mark.parametrize("change", [
+    {"format": "other"}, {"contract_version": 999}, {"contract_version": True}, {"contract_version": "1"},
+    {"files": []}, {"files": {"decoder.onnx": None}}, {"files": {"decoder.onnx": {"sha256": "0" * 64, "bytes": -1}}},
+    {"files": {"decoder.onnx": {"sha256": "0" * 63, "bytes": 13}}},
+    {"files": {"decoder.onnx": {"sha256": ["0" * 64], "bytes": 13}}},
+    {"files": {"decoder.onnx": {"sha256": "0" * 64, "bytes": 13.0}}},
+])  # fmt: skip
 def test_a_manifest_of_another_kind_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     target = build(tmp_path / "out")
     rewrite(target, lambda manifest: manifest.update(change))

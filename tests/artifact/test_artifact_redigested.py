@@ -73,15 +73,12 @@ def test_damage_behind_valid_digests_is_an_error_of_the_artifact(
     assert str(tmp_path / "copy") in message
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("decoder.onnx", other_slots, "input past_key_values.1.key is "),
-        ("merge.onnx", other_slots, "input past_key_values.1.key is "),
-        ("decoder.onnx", without_output, "has no output present.1."),
-        ("merge.onnx", without_output, "has no output present.1."),
-    ],
-)
+@pytest.mark.parametrize(("name", "change", "message"), [
+    ("decoder.onnx", other_slots, "input past_key_values.1.key is "),
+    ("merge.onnx", other_slots, "input past_key_values.1.key is "),
+    ("decoder.onnx", without_output, "has no output present.1."),
+    ("merge.onnx", without_output, "has no output present.1."),
+])  # fmt: skip
 def test_graphs_of_another_cache_are_refused(
     tiny_artifact: Path, tmp_path: Path, name: str, change: Callable[[bytes], bytes], message: str
 ) -> None:

@@ -133,14 +133,10 @@ def test_graphs_are_files_that_were_digested(tiny_artifact: Path, tmp_path: Path
         load_manifest(path)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda manifest: manifest["cache"].pop(),
-        lambda manifest: manifest["model"]["query_heads"].pop(),
-        lambda manifest: manifest["model"].update(layers=3),
-    ],
-)
+@pytest.mark.parametrize("change", [
+    lambda manifest: manifest["cache"].pop(), lambda manifest: manifest["model"]["query_heads"].pop(),
+    lambda manifest: manifest["model"].update(layers=3),
+])  # fmt: skip
 def test_layers_are_as_many_everywhere(tiny_artifact: Path, raw: dict[str, Any], change: Any) -> None:
     changed = copied(raw)
     change(changed)
@@ -148,25 +144,13 @@ def test_layers_are_as_many_everywhere(tiny_artifact: Path, raw: dict[str, Any],
         parse_manifest(tiny_artifact, changed)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("key_size", -1),
-        ("capacity", [2**31, 64]),
-        ("capacity", [2**30, 2**30]),
-        ("capacity", [64, 31]),
-        ("capacity", []),
-        ("budget", [48, 0]),
-        ("budget", [48]),
-        ("budget", 48),
-        ("sinks", -4),
-        ("recent", [2, 2**62]),
-        ("dtype", "complex128"),
-        ("dtype", "no type"),
-        ("extra", [{"name": "x", "dims": ["B", "nothing"], "dtype": "int32", "meaning": ""}]),
-        ("extra", [{"name": "x", "dims": ["B"], "dtype": "object", "meaning": ""}]),
-    ],
-)
+@pytest.mark.parametrize(("key", "value"), [
+    ("key_size", -1), ("capacity", [2**31, 64]), ("capacity", [2**30, 2**30]), ("capacity", [64, 31]), ("capacity", []),
+    ("budget", [48, 0]), ("budget", [48]), ("budget", 48), ("sinks", -4), ("recent", [2, 2**62]),
+    ("dtype", "complex128"), ("dtype", "no type"),
+    ("extra", [{"name": "x", "dims": ["B", "nothing"], "dtype": "int32", "meaning": ""}]),
+    ("extra", [{"name": "x", "dims": ["B"], "dtype": "object", "meaning": ""}]),
+])  # fmt: skip
 def test_a_layer_that_no_memory_could_hold_is_refused(raw: dict[str, Any], key: str, value: Any) -> None:
     changed = copied(raw)
     changed["cache"][1][key] = value

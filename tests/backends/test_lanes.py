@@ -16,11 +16,7 @@ LANES = 4
 
 @pytest.fixture(params=["host", "device", "device with graphs", "plugins", "functions"])
 def engine(request: pytest.FixtureRequest, tiny_artifact: Path, tmp_path: Path) -> Any:
-    """An engine of the tiny model on one of several backends.
-
-    On ONNX Runtime the state is in the host's memory or in memory that ONNX Runtime holds (`zeros` of the sessions
-    makes the arrays). TensorRT's engines run on fakes, in place or with separate outputs.
-    """
+    """An engine of the tiny model on one of several backends."""
     if request.param in ("plugins", "functions"):
         request.getfixturevalue("gpu" if request.param == "functions" else "plugins")
         return kvexport.load(engines(tiny_artifact, tmp_path / "engines"))

@@ -115,7 +115,6 @@ for line in sys.stdin:
 
 
 def alternatives() -> str:
-    """Return the backends' names as an error lists them."""
     *others, last = map(repr, sections.names())
     return f"{', '.join(others)} or {last}"
 
@@ -243,7 +242,6 @@ def test_a_backend_is_named_in_its_own_folder_alone(name: str) -> None:
 
 
 def test_files_that_were_prepared_are_not_taken_over_by_another_preparation(tiny_artifact: Path) -> None:
-    """The files that backends prepare, which `--from` leaves out, are not in an artifact without preparation."""
     plain = set(load_manifest(tiny_artifact).files)
     for backend in backends.all_backends():
         assert not plain & backend.prepared

@@ -17,7 +17,6 @@ ASKED = Options(("streaming", "keepkv"), (0.125,), ("text",), samples=2, length=
 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list of the settings that would be measured. Results go to tmp_path."""
     noted: list[str] = []
 
     class Noted:

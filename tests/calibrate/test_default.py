@@ -42,7 +42,6 @@ def surroundings(cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def budgets(checkpoint: Path, *settings: str, budget: int = 64, calibrate: bool | None = None) -> LoadedRecipe:
-    """Return the recipe of a checkpoint with measured budgets."""
 
     def changed(more: Sequence[str]) -> LoadedRecipe:
         return recipe_for(str(checkpoint), [f"cache.budget={budget}", "limits.max_length=256", *settings, *more])
@@ -117,7 +116,6 @@ def test_a_recipe_that_leaves_no_choice_is_not_measured(
 
 
 def refused(checkpoint: Path, capsys: pytest.CaptureFixture[str], *settings: str, budget: int = 64) -> str:
-    """Return the message that the budgets of a checkpoint are equal."""
     loaded = budgets(checkpoint, *settings, budget=budget)
     assert loaded.recipe.cache.allocation.kind is None
     shown = capsys.readouterr().err

@@ -95,14 +95,11 @@ def test_shares_follow_the_costs_at_the_budget_and_windows_bound_them() -> None:
     assert at[256].sum() == pytest.approx(3, abs=0.02)
 
 
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        (["cache.method=full"], "evicts nothing"),
-        (["cache.budget=8", "limits.max_length=1024"], "8 slots leave no choice"),
-        (["cache.positions=cache"], "all layers hold the same number"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "problem"), [
+    (["cache.method=full"], "evicts nothing"),
+    (["cache.budget=8", "limits.max_length=1024"], "8 slots leave no choice"),
+    (["cache.positions=cache"], "all layers hold the same number"),
+])  # fmt: skip
 def test_impossible_measurements_are_refused(settings: list[str], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         calibrate_heads("tiny-base", [*method_settings("ballot"), *settings], length=256)

@@ -231,23 +231,14 @@ def test_without_a_tokenizer_token_ids_are_streamed(
     assert "token ids" in failure(2, "generate", tiny_artifact, "abc")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "there is no prompt"),
-        (["abc", "--token-ids", "1"], "there are 2 prompts"),
-        (["--token-ids", "1,x"], "'x'"),
-        (["--token-ids", "1,64"], "token id 64 is out of range"),
-        (["--token-ids", "-1"], "token id -1 is out of range"),
-        (["--token-ids", ""], "the prompt is empty"),
-        (["--prompt-file", "no-such-file"], "no-such-file"),
-        (["--prompt-file", "."], "cannot be read"),
-        (["abc", "--temperature", "0"], "--greedy"),
-        (["abc", "--top-p", "2"], "top_p"),
-        (["abc", "--max-new-tokens", "0"], "max_new_tokens"),
-        (["abc" * 200], "limits.max_length 512"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    ([], "there is no prompt"), (["abc", "--token-ids", "1"], "there are 2 prompts"), (["--token-ids", "1,x"], "'x'"),
+    (["--token-ids", "1,64"], "token id 64 is out of range"), (["--token-ids", "-1"], "token id -1 is out of range"),
+    (["--token-ids", ""], "the prompt is empty"), (["--prompt-file", "no-such-file"], "no-such-file"),
+    (["--prompt-file", "."], "cannot be read"), (["abc", "--temperature", "0"], "--greedy"),
+    (["abc", "--top-p", "2"], "top_p"), (["abc", "--max-new-tokens", "0"], "max_new_tokens"),
+    (["abc" * 200], "limits.max_length 512"),
+])  # fmt: skip
 def test_prompts_and_settings_that_cannot_be_used(tiny_artifact: Path, arguments: list[str], words: str) -> None:
     message = failure(2, "generate", tiny_artifact, *arguments)
     assert words in message
@@ -288,27 +279,10 @@ def test_validate_reports_and_exits_with_4_on_a_mismatch(
 
     monkeypatch.setattr("kvexport.validate.runner.validate_artifact", compare)
     monkeypatch.setattr("kvexport.validate.sections.sections", sections)
-    result = run(
-        "validate",
-        "x",
-        "--batch",
-        2,
-        "--length",
-        99,
-        "--seed",
-        4,
-        "--checkpoint",
-        "there",
-    )
+    result = run("validate", "x", "--batch", 2, "--length", 99, "--seed", 4, "--checkpoint", "there")
     arguments_seen.pop("progress")
     assert arguments_seen.pop("backend") is None
-    assert arguments_seen == {
-        "path": Path("x"),
-        "batch": 2,
-        "length": 99,
-        "seed": 4,
-        "checkpoint": "there",
-    }
+    assert arguments_seen == {"path": Path("x"), "batch": 2, "length": 99, "seed": 4, "checkpoint": "there"}
     assert result.exit_code == (0 if outcome.passed else 4)
     assert f"passed: {outcome.passed}" in result.stdout
     assert outcome.problem in result.stderr and f"warning: {outcome.warning}\n" in result.stderr

@@ -34,22 +34,18 @@ def test_a_recipe_with_mistakes_is_exit_code_2(tmp_path: Path) -> None:
     assert "--set nope" in message
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "message"),
-    [
-        (ModuleNotFoundError("No module named 'torch'", name="torch"), 3, "pip install 'kvexport[export]'"),
-        (MemoryError("Unable to allocate 3 GiB"), 3, "kvexport plan"),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), 3, "not enough memory"),
-        (OSError(28, "No space left on device", "/x/y"), 3, "disk full while writing /x/y"),
-        (OSError(36, "File name too long", "a" * 5000), 2, "(5000 characters): File name too long"),
-        (OSError(27, "File too large", "/x/y"), 3, "/x/y grew past the limit"),
-        (FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"), 3, "TMPDIR=DIRECTORY"),
-        (KeyboardInterrupt(), 130, "interrupted"),
-        (Terminated(signal.SIGTERM), 143, "ended by SIGTERM"),
-        (BrokenPipeError(), 141, ""),
-        (KvexportError("something\nin two lines", "the line that mends it"), 1, "fix: the line that mends it"),
-    ],
-)
+@pytest.mark.parametrize(("error", "code", "message"), [
+    (ModuleNotFoundError("No module named 'torch'", name="torch"), 3, "pip install 'kvexport[export]'"),
+    (MemoryError("Unable to allocate 3 GiB"), 3, "kvexport plan"),
+    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), 3, "not enough memory"),
+    (OSError(28, "No space left on device", "/x/y"), 3, "disk full while writing /x/y"),
+    (OSError(36, "File name too long", "a" * 5000), 2, "(5000 characters): File name too long"),
+    (OSError(27, "File too large", "/x/y"), 3, "/x/y grew past the limit"),
+    (FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"), 3, "TMPDIR=DIRECTORY"),
+    (KeyboardInterrupt(), 130, "interrupted"), (Terminated(signal.SIGTERM), 143, "ended by SIGTERM"),
+    (BrokenPipeError(), 141, ""),
+    (KvexportError("something\nin two lines", "the line that mends it"), 1, "fix: the line that mends it"),
+])  # fmt: skip
 def test_an_error_of_a_verb_becomes_a_message_and_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, message: str
 ) -> None:

@@ -25,7 +25,6 @@ from tests.support.paths import ROOT
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
-    """Pretend that the packages of these modules are not installed."""
     distributions = {p.name for p in packages() if p.module in modules}
     version = metadata.version
 
@@ -39,15 +38,12 @@ def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
         monkeypatch.setitem(sys.modules, module, None)
 
 
-@pytest.mark.parametrize(
-    ("modules", "verdict"),
-    [
-        ((), "Artifacts can be run, served, built and validated here."),
-        (("torch",), "Artifacts can be run and served here. For more: pip install 'kvexport[export]'"),
-        (("uvicorn",), "Artifacts can be run, built and validated here. For more: pip install 'kvexport[serve]'"),
-        (("uvicorn", "torch"), "Artifacts can be run here. For more: pip install 'kvexport[serve,export]'"),
-    ],
-)
+@pytest.mark.parametrize(("modules", "verdict"), [
+    ((), "Artifacts can be run, served, built and validated here."),
+    (("torch",), "Artifacts can be run and served here. For more: pip install 'kvexport[export]'"),
+    (("uvicorn",), "Artifacts can be run, built and validated here. For more: pip install 'kvexport[serve]'"),
+    (("uvicorn", "torch"), "Artifacts can be run here. For more: pip install 'kvexport[serve,export]'"),
+])  # fmt: skip
 def test_the_verdict_names_the_extras_of_the_commands_that_lack_packages(
     modules: tuple[str, ...], verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

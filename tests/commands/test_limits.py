@@ -46,7 +46,6 @@ def engine(tiny_artifact: Path) -> Engine:
 
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Path]:
-    """A folder that cannot be written, not even by root."""
     folder = tmp_path / "read-only"
     folder.mkdir()
     folder.chmod(0o555)
@@ -105,7 +104,6 @@ PHASES: dict[str, tuple[Any, str]] = {
 def test_a_build_whose_disk_is_full_leaves_the_artifact_before_it(
     tiny_recipe: Path, tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
-    """A build whose disk is full keeps the previous artifact. Each stage meets the full disk after its first file."""
     out = tmp_path / "out" / "artifact"
     out.parent.mkdir()
     recipe = load_recipe(str(tiny_recipe)).recipe
@@ -271,15 +269,10 @@ def test_a_cache_larger_than_the_machine_is_refused_before_its_allocation(
     load(tiny_artifact)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("can't start new thread"),
-        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
-        RuntimeError("PosixThread pthread_create failed, error code: 11"),
-        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
-    ],
-)
+@pytest.mark.parametrize("error", [
+    RuntimeError("can't start new thread"), ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+    RuntimeError("PosixThread pthread_create failed, error code: 11"), OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+])  # fmt: skip
 def test_errors_of_libraries_without_memory_are_known(error: Exception) -> None:
     assert lacks_memory(error)
     assert not lacks_memory(RuntimeError("shape mismatch"))

@@ -24,7 +24,6 @@ from tests.support.models import save_checkpoint
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of artifacts in the user's cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache-home"))
     return tmp_path / "cache-home" / "kvexport" / "artifacts"
 

@@ -49,16 +49,13 @@ def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path: Path) -> None:
     assert child.communicate(timeout=120)[0] == "1\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "closed", "code", "message"),
-    [
-        (["generate", "ARTIFACT", "-"], "<&-", 2, "stdin, which is closed"),
-        (["generate", "ARTIFACT", "abc", "--max-new-tokens", "3"], "2>&-", 0, ""),
-        (["generate", "ARTIFACT", "abc", "--max-new-tokens", "3"], "<&- 2>&-", 0, ""),
-        (["recipes", "show", "no-such-recipe"], "2>&-", 2, ""),
-        (["plan", "--recipe", "tiny-keepkv"], "<&- >&- 2>&-", 0, ""),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "closed", "code", "message"), [
+    (["generate", "ARTIFACT", "-"], "<&-", 2, "stdin, which is closed"),
+    (["generate", "ARTIFACT", "abc", "--max-new-tokens", "3"], "2>&-", 0, ""),
+    (["generate", "ARTIFACT", "abc", "--max-new-tokens", "3"], "<&- 2>&-", 0, ""),
+    (["recipes", "show", "no-such-recipe"], "2>&-", 2, ""),
+    (["plan", "--recipe", "tiny-keepkv"], "<&- >&- 2>&-", 0, ""),
+])  # fmt: skip
 def test_standard_streams_may_be_closed(
     tiny_artifact: Path, arguments: list[str], closed: str, code: int, message: str
 ) -> None:
@@ -82,17 +79,11 @@ def test_no_file_gets_the_number_of_a_closed_stream(tmp_path: Path) -> None:
     assert int((tmp_path / "file").read_text()) > 2
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["inspect", "LONG"],
-        ["generate", "LONG", "abc"],
-        ["build", "--recipe", "./LONG.yaml"],
-        ["plan", "--recipe", "tiny-keepkv", "--set", "model.path=./LONG"],
-        ["recipes", "show", "LONG"],
-        ["validate", "LONG"],
-    ],
-)
+@pytest.mark.parametrize("arguments", [
+    ["inspect", "LONG"], ["generate", "LONG", "abc"], ["build", "--recipe", "./LONG.yaml"],
+    ["plan", "--recipe", "tiny-keepkv", "--set", "model.path=./LONG"], ["recipes", "show", "LONG"],
+    ["validate", "LONG"],
+])  # fmt: skip
 def test_a_path_that_no_file_can_have_is_exit_code_2(arguments: list[str]) -> None:
     from tests.support.command_line import failure
 

@@ -79,8 +79,6 @@ class Backend(Protocol):
 
 
 class Torch(OfHeads):
-    """The definition of the operators in PyTorch, in float32."""
-
     name = "torch"
 
     def available(self) -> str | None:
@@ -193,7 +191,6 @@ def chosen() -> list[str]:
 
 
 def reached() -> list[Backend]:
-    """Return the chosen backends that this machine can run."""
     return [backend for backend in BACKENDS if backend.name in chosen() and backend.available() is None]
 
 
@@ -243,7 +240,6 @@ def _vote_attention_session(
     capacity: tuple[int, ...],
     native: Path | None,
 ) -> Any:
-    """Return a session of VoteAttention. `types` are the types of the query and of the cache."""
     import torch
 
     from kvexport.ops.layer_state import vote_attention_functions

@@ -39,36 +39,27 @@ PROFILES = [
     Profile("h2o-group2", VoteAttentionAttributes(0.25, 0.0, (Statistic("probability"),)), (4, 2), (16, 8)),
     Profile(
         "softcap-two-windowed-statistics-group4",
-        VoteAttentionAttributes(
-            8**-0.5, 0.6, (Statistic("probability", 0.98, 3, 1.2), Statistic("log_ema", 0.95, 4, 1.2)), softcap=20.0
-        ),
-        (4, 1),
-        (8, 12),
+        VoteAttentionAttributes(8**-0.5, 0.6, (Statistic("probability", 0.98, 3, 1.2), Statistic("log_ema", 0.95, 4,
+           1.2)), softcap=20.0), (4, 1), (8, 12),
     ),
     Profile(
         "sinks-sliding-window-group8",
         VoteAttentionAttributes(8**-0.5, 1.0, (LOG_EMA, Statistic(), Statistic("probability", 0.98)), sliding_window=7),
-        (8, 1),
-        (8, 8),
-        sinks=True,
+        (8, 1), (8, 8), sinks=True,
     ),
     Profile("half-group2", VoteAttentionAttributes(8**-0.5, 1.0, (LOG_EMA,)), (4, 2), (8, 16), "float16"),
     # Kernels have a separate path for few tokens without scores.
     Profile(
         "unscored-sinks-sliding-window-group3",
-        VoteAttentionAttributes(8**-0.5, 1.0, (Statistic(),), softcap=20.0, sliding_window=7),
-        (6, 2),
-        (8, 20),
+        VoteAttentionAttributes(8**-0.5, 1.0, (Statistic(), ), softcap=20.0, sliding_window=7), (6, 2), (8, 20),
         sinks=True,
     ),
     Profile("unscored-half-group2", VoteAttentionAttributes(8**-0.5, 0.5, (Statistic(),)), (4, 2), (24, 8), "float16"),
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A ragged batch."""
-
     name: str
     capacity: int
     tokens: int
@@ -161,7 +152,6 @@ class MergeProfile:
         return self.build_method().statistics
 
     def attributes(self, budget: int) -> MergeCacheAttributes:
-        """Return the operator's attributes: two sinks, three recent slots."""
         return MergeCacheAttributes(self.build_method(), budget, SINKS, RECENT, self.sliding_window, self.rotary)
 
 
@@ -178,13 +168,10 @@ MERGE_PROFILES = [
     MergeProfile("keepkv-vote-evict", "keepkv", {"zip": "vote", "order": "evict-first"}),
     MergeProfile("keepkv-key-merge-first", "keepkv", {"zip": "key", "order": "merge-first"}),
     MergeProfile(
-        "keepkv-mean-merge-first", "keepkv", {"zip": "mean", "order": "merge-first", "threshold": 0.6, "pool": 1}
+        "keepkv-mean-merge-first", "keepkv", {"zip": "mean", "order": "merge-first", "threshold": 0.6, "pool": 1},
     ),
     MergeProfile(
-        "keepkv-vote-merge-first-half",
-        "keepkv",
-        {"zip": "vote", "order": "merge-first"},
-        sizes=(8, 16),
+        "keepkv-vote-merge-first-half", "keepkv", {"zip": "vote", "order": "merge-first"}, sizes=(8, 16),
         dtype="float16",
     ),
     MergeProfile("keepkv-on-snapkv", "keepkv", {"selector": "snapkv", "zip": "vote"}),
@@ -193,40 +180,35 @@ MERGE_PROFILES = [
     MergeProfile("ballot-least-attended", "ballot", {"order": "least-attended", "votes_max": 1e30}),
     MergeProfile("ballot-small-pool", "ballot", {"pool": 2, "attention": 0.0, "votes_max": 1e30}, sizes=(12, 8)),
     MergeProfile(
-        "ballot-count-on-h2o-half", "ballot", {"zip": "count", "selector": "h2o", "votes_max": 1e30}, dtype="float16"
+        "ballot-count-on-h2o-half", "ballot", {"zip": "count", "selector": "h2o", "votes_max": 1e30}, dtype="float16",
     ),
     MergeProfile("ballot-bounded", "ballot", {"votes_max": 2.5}),
     MergeProfile("zeromerge", "zeromerge", {"residual": 0.5}, sizes=(8, 12)),
     MergeProfile("kvslimmer-partly-turned", "kvslimmer", {"tau": 0.3}, sizes=(8, 12), rotary=PARTLY),
     MergeProfile("kvmerger", "kvmerger", {"heavy": 0.2, "threshold": 0.6}, sizes=(8, 12)),
     MergeProfile(
-        "kvmerger-set-size-on-snapkv-half",
-        "kvmerger",
-        {"value_scale": "set_size", "sigma": 5.0, "selector": "snapkv"},
+        "kvmerger-set-size-on-snapkv-half", "kvmerger", {"value_scale": "set_size", "sigma": 5.0, "selector": "snapkv"},
         dtype="float16",
     ),
     MergeProfile("cam", "cam", {"receivers": 3}, sizes=(8, 12)),
     MergeProfile("grkv-places", "grkv", {"queries": 6, "ridge": 0.2, "change_max": 0.4}, sizes=(8, 8), rotary=BY_PLACE),
     MergeProfile(
-        "attention-matching-half",
-        "attention_matching",
-        {"queries": 6, "ridge": 0.2, "steps": 3},
-        dtype="float16",
+        "attention-matching-half", "attention_matching", {"queries": 6, "ridge": 0.2, "steps": 3}, dtype="float16",
         sliding_window=30,
     ),
     MergeProfile(
-        "attention-matching-after-ballot", "attention_matching", {"queries": 6, "ridge": 0.2, "after": "ballot"}
+        "attention-matching-after-ballot", "attention_matching", {"queries": 6, "ridge": 0.2, "after": "ballot"},
     ),
     MergeProfile("d2o", "d2o", {"selector": "h2o"}, sizes=(8, 12)),
     MergeProfile(
-        "asymkv-interleaved-shared", "asymkv", {"share_pairs": True, "selector": "pyramidinfer"}, rotary=INTERLEAVED
+        "asymkv-interleaved-shared", "asymkv", {"share_pairs": True, "selector": "pyramidinfer"}, rotary=INTERLEAVED,
     ),
     MergeProfile("ballot-places", "ballot", sizes=(8, 12), rotary=BY_PLACE),
     MergeProfile(
-        "keepkv-places-interleaved-half", "keepkv", dtype="float16", rotary=replace(INTERLEAVED, cache_positions=True)
+        "keepkv-places-interleaved-half", "keepkv", dtype="float16", rotary=replace(INTERLEAVED, cache_positions=True),
     ),
     MergeProfile("kvslimmer-places", "kvslimmer", {"tau": 0.3}, rotary=BY_PLACE),
-]
+]  # fmt: skip
 # Every method without a profile above is tested with its default parameters.
 MERGE_PROFILES += [
     MergeProfile(name, name) for name in all_methods() if name not in {profile.method for profile in MERGE_PROFILES}
@@ -235,8 +217,6 @@ MERGE_PROFILES += [
 
 @dataclass(frozen=True)
 class MergeScenario:
-    """A batch of caches to merge."""
-
     name: str
     capacity: int
     budget: int
@@ -368,5 +348,4 @@ def single_precision(peak: float) -> float:
 
 
 def stored_precision(dtype: str, peak: float) -> float:
-    """Return the relative tolerance of results in the model's dtype."""
     return 2e-3 if dtype == "float16" else single_precision(peak)

@@ -66,7 +66,6 @@ IN_ORDER, EARLY = range(2)  # when launches begin, as in plugins/cuda/kvexport_c
 
 
 def cache_type_of(key: np.ndarray, value: np.ndarray) -> str:
-    """Return the type of a cache with keys and values of these dtypes."""
     return SMALL_TYPES.get((key.dtype.name, value.dtype.name), key.dtype.name)
 
 
@@ -89,8 +88,6 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 class HostMemory:
-    """The memory of kernels that are compiled for the host."""
-
     stream = 0
 
     def put(self, x: np.ndarray) -> np.ndarray:
@@ -101,7 +98,6 @@ class HostMemory:
         return copy
 
     def bytes(self, size: int, zeros: int) -> np.ndarray:
-        """Return `size` bytes, aligned to 256 bytes. The first `zeros` are 0 and the others are 0xFF."""
         raw = np.full(size + 256, 0xFF, np.uint8)
         start = -raw.ctypes.data % 256
         raw[start : start + zeros] = 0
@@ -115,8 +111,6 @@ class HostMemory:
 
 
 class DeviceMemory:
-    """A GPU's memory, which PyTorch allocates."""
-
     def __init__(self) -> None:
         import torch
 
@@ -236,7 +230,6 @@ def vote_attention_call(
     value_size: int,
     capacity: Sequence[int] | None = None,
 ) -> Any:
-    """Return a call without its pointers."""
     batch, query_heads, tokens, _ = query
     capacity = capacity or [key[2]] * key[1]
     sizes = {"heads": key[1], "slots": sum(capacity), "key_size": key[3], "value_size": value_size}
@@ -260,7 +253,6 @@ def merge_cache_call(
     statistics: int,
     capacity: Sequence[int] | None = None,
 ) -> Any:
-    """Return a call without its pointers."""
     batch, heads, slots, key_size = key
     every = attributes if isinstance(attributes, Sequence) else [attributes] * heads
     first, capacity = every[0], capacity or [slots] * heads
@@ -299,7 +291,6 @@ def checked_launches(library: ctypes.CDLL, operator: str, *call: Any) -> list[tu
 
 
 def lacks(method: Any) -> str | None:
-    """Return why a method has no kernel, or None if it has one."""
     policy = method.policy()
     if policy is None:
         return f"the method {method.name} is no merge policy"
@@ -387,8 +378,6 @@ class PtxCaller(Caller):
 
 
 class Cuda(CudaOnHost):
-    """The kernels on a GPU."""
-
     name = "cuda"
 
     def available(self) -> str | None:

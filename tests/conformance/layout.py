@@ -35,7 +35,6 @@ def of_heads(name: str, x: np.ndarray, heads: int) -> np.ndarray:
 
 
 def joined(parts: Sequence[Arrays], prefix: str = "") -> tuple[Arrays, Sizes]:
-    """Return the tensors of an operator from those of the parts, and the sizes of the parts."""
     result: Arrays = {}
     for name, first in parts[0].items():
         of_state, each = name.startswith(prefix), [part[name] for part in parts]
@@ -51,7 +50,6 @@ def joined(parts: Sequence[Arrays], prefix: str = "") -> tuple[Arrays, Sizes]:
 
 
 def capacity_of(sizes: Sizes) -> list[int]:
-    """Return the slots of every KV head."""
     return [slots for heads, slots in sizes for _ in range(heads)]
 
 
@@ -76,11 +74,7 @@ def apart(result: Arrays, sizes: Sizes) -> list[Arrays]:
 
 
 class OfHeads:
-    """Both operators over tensors of heads, by a class that has them over a layer's state.
-
-    `layer_vote_attention` takes the inputs, the attributes and the capacities of the heads; `layer_merge_cache` takes
-    the state, the attributes of every head and the capacities.
-    """
+    """Both operators over tensors of heads, by a class that has them over a layer's state."""
 
     layer_vote_attention: Any
     layer_merge_cache: Any

@@ -39,7 +39,6 @@ def dequantized(numbers: Array, scale: Array, zero: Array | None, minimum: Array
 
 
 def activation(kind: str, x: Array, slope: float) -> Array:
-    """Return the activation function of the gate."""
     if kind == "silu":
         return x / (1 + np.exp(-slope * x))
     if kind == "gelu":

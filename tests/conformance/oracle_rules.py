@@ -58,7 +58,6 @@ class Rule:
         return RULES[selector]().importance(head, slot)
 
     def leaving(self, head: Head, heads: list[Head]) -> list[Slot]:
-        """Return all free slots in the order of their eviction."""
         return sorted(head.free, key=lambda slot: self.selecting(head, slot))
 
     def merge(self, head: Head, leaving: list[Slot], stays: list[Slot]) -> None:
@@ -150,7 +149,6 @@ class KeepKV(Joint):
         return self.corrected(head, slot, 0)
 
     def corrected(self, head: Head, slot: Slot, k: int) -> float:
-        """Return ln(S / (1 - a^n))."""
         return float(slot.score[k]) - math.log1p(-(head.method.decay ** head.seen(slot)))
 
     def leaving(self, head: Head, heads: list[Head]) -> list[Slot]:
@@ -406,7 +404,6 @@ class GRKV(SnapKV):
             self.fit(head, stays, self.read(head, head.slots) @ np.array([s.value for s in head.slots]))
 
     def read(self, head: Head, slots: list[Slot]) -> np.ndarray:
-        """Return the probabilities [W, slots] of the reference queries."""
         logits, visible = self.logits(head, slots)
         return attention(logits, visible, np.array([s.votes for s in slots]) ** head.method.vote_exponent)
 
@@ -488,20 +485,7 @@ def highest(slots: list[Slot], value: Any) -> Slot | None:
 
 
 RULES: dict[str, type[Rule]] = {
-    "streaming": Streaming,
-    "h2o": Rule,
-    "snapkv": SnapKV,
-    "pyramidkv": SnapKV,
-    "pyramidinfer": Rule,
-    "keepkv": KeepKV,
-    "ballot": Ballot,
-    "zeromerge": ZeroMerge,
-    "asymkv": AsymKV,
-    "kvslimmer": KVSlimmer,
-    "random": Random,
-    "cam": CaM,
-    "d2o": D2O,
-    "kvmerger": KVMerger,
-    "grkv": GRKV,
-    "attention_matching": AttentionMatching,
-}
+    "streaming": Streaming, "h2o": Rule, "snapkv": SnapKV, "pyramidkv": SnapKV, "pyramidinfer": Rule, "keepkv": KeepKV,
+    "ballot": Ballot, "zeromerge": ZeroMerge, "asymkv": AsymKV, "kvslimmer": KVSlimmer, "random": Random, "cam": CaM,
+    "d2o": D2O, "kvmerger": KVMerger, "grkv": GRKV, "attention_matching": AttentionMatching,
+}  # fmt: skip

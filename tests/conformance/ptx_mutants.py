@@ -57,7 +57,6 @@ def writes_early(body: str) -> str:
 
 
 def attend(caller: PtxCaller, group: int, cache_type: str = "", tokens: int = 1, dtype: str = "float16") -> Arrays:
-    """Run tokens against caches of several splits. `cache_type` is the type of a quantized cache, or empty."""
     rng, heads, capacity, size = np.random.default_rng(3), 2, 400, 64
     shape = (2, heads, capacity)
     x = {"query": rng.normal(size=(2, group * heads, tokens, size)).astype(dtype)}
@@ -73,7 +72,6 @@ def attend(caller: PtxCaller, group: int, cache_type: str = "", tokens: int = 1,
 
 
 def merge(caller: PtxCaller, method: str, *, slots: int = 200, in_order: bool = True, dtype: str = "float16") -> Arrays:
-    """Merge two heads that have to evict 40 slots each."""
     method_object, rng, shape, size = all_methods()[method](), np.random.default_rng(4), (1, 2, slots), 32
     x = {name: rng.normal(size=(*shape, size)).astype(dtype) for name in ("key", "value")}
     x["votes"] = np.ones(shape, np.float32)
@@ -99,7 +97,6 @@ CALLS: dict[str, Callable[[PtxCaller], Arrays]] = {
 
 
 def found(program: str, alter: Callable[[str], str], path: Path, right: Arrays | None = None) -> str:
-    """Return the report of the fault in a mutant of one program's PTX, or "" if no fault is found."""
     return faults(library.mutant(make.build("cuda-ptx"), program, alter, path), program, right)
 
 

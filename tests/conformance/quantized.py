@@ -12,17 +12,12 @@ FOUR_BITS = np.array([0, 11, 22, 34, 46, 60, 77, 98, 127, -127, -94, -72, -54, -
 
 
 def hadamard(size: int) -> np.ndarray:
-    """Return the orthonormal Hadamard matrix of `size` dimensions.
-
-    Its blocks have the size of the largest power of two that divides `size`.
-    """
     block = size & -size
     entry = [[(-1.0) ** bin(i & j).count("1") for j in range(block)] for i in range(block)]
     return np.kron(np.eye(size // block), np.array(entry) / np.sqrt(block))
 
 
 def bfloat16(x: np.ndarray) -> np.ndarray:
-    """Return the nearest bfloat16, ties to even, as float32."""
     bits = x.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
@@ -46,14 +41,12 @@ def stored(rows: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def numbers_of(held: np.ndarray) -> np.ndarray:
-    """Return the numbers [..., D] of stored rows."""
     if held.dtype == np.int8:
         return held
     return FOUR_BITS[np.stack([held & 15, held >> 4], axis=-1).reshape(*held.shape[:-1], -1)].astype(np.int8)
 
 
 def plain(held: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Return the values of stored rows in float64."""
     numbers = numbers_of(held)
     return (numbers.astype(np.float64) * scale[..., None]) @ hadamard(numbers.shape[-1])
 

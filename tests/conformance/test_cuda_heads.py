@@ -13,14 +13,7 @@ import pytest
 
 from kvexport.methods.slots import Statistic
 from kvexport.ops.vote_attention import VoteAttentionAttributes
-from tests.conformance.cuda_library import (
-    COUNTER_BYTES,
-    TYPES,
-    Caller,
-    HostMemory,
-    host_list,
-    vote_attention_call,
-)
+from tests.conformance.cuda_library import COUNTER_BYTES, TYPES, Caller, HostMemory, host_list, vote_attention_call
 from tests.conformance.quantized import BITS, small
 from tests.conformance.test_cuda_on_host import BOTH, ORDERS, compare, inputs_of, set_host
 from tests.conformance.test_cuda_on_host import caller as caller  # the fixture
@@ -40,7 +33,6 @@ def heads_of(
     tokens: int = 1,
     statistics: int = 2,
 ) -> list[Arrays]:
-    """Return the inputs of each KV head, with 4 sequences."""
     heads = []
     for h, capacity in enumerate(capacities):
         used = [capacity - tokens, 0, (capacity - tokens) // 2, capacity]
@@ -64,7 +56,6 @@ def call_of(
     size: int,
     tokens: int = 1,
 ) -> Any:
-    """Return a call without its pointers."""
     shape = (batch, len(capacities), max(capacities), size)
     query = (batch, len(capacities) * group, tokens, size)
     dtype = "float16" if cache_type in BITS else cache_type
@@ -175,16 +166,12 @@ def test_the_workspace_is_enough_for_any_device_and_its_counters_come_back_to_ze
 # ---- refusals ----
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"capacity": (96, 0, 701, 33)}, "a KV head has no slots"),
-        ({"capacity": (96, 1, 701, 33)}, "more or fewer slots than the state"),
-        ({"tokens": 2}, "more tokens than a KV head has slots"),
-        ({"query_heads": 6}, "not a multiple"),
-        ({"key_size": 10}, "16-byte vectors"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"capacity": (96, 0, 701, 33)}, "a KV head has no slots"),
+    ({"capacity": (96, 1, 701, 33)}, "more or fewer slots than the state"),
+    ({"tokens": 2}, "more tokens than a KV head has slots"), ({"query_heads": 6}, "not a multiple"),
+    ({"key_size": 10}, "16-byte vectors"),
+])  # fmt: skip
 def test_refusals_have_a_reason(caller: Caller, change: dict[str, Any], message: str) -> None:
     call = call_of(FEW, VoteAttentionAttributes(0.3, 1.0, (Statistic(),)), "float32", 2, 2, 16)
     for name, value in change.items():

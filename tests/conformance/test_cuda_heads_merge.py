@@ -38,7 +38,6 @@ every_method = pytest.mark.parametrize("method", METHODS)
 def heads_of(
     method: str, capacities: Sequence[int], dtype: str = "float32", sizes: tuple[int, int] = (16, 24)
 ) -> tuple[list[Arrays], list[MergeCacheAttributes]]:
-    """Return the cache of each KV head, with 4 sequences, and the attributes of its merge."""
     profile, states, attributes = replace(METHODS[method], kv_heads=1, sizes=sizes, dtype=dtype), [], []
     for h, capacity in enumerate(capacities):
         budget = max(7, int(capacity * (0.9, 0.5, 1.0)[h % 3]))
@@ -125,18 +124,13 @@ def test_a_merge_apart_equals_the_one_in_place_and_ends_in_zeros(caller: Caller,
 # ---- refusals ----
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"capacity": (420, 16, 150, 91)}, "more or fewer slots than the state"),
-        ({"key_size": 10}, "16-byte vectors"),
-        ({"cache_type": 3}, "no kernel that merges a quantized cache"),
-        ({"batch": 40_000}, "more than 65536 KV heads"),
-        ({"capacity": (420, 16, 0, 90)}, "a KV head has no slots"),
-        ({"budget": (15, 15, 0, 15)}, "budget, sinks, recent or sliding_window is out of range"),
-        ({"recent": (64, 64, -1, 64)}, "budget, sinks, recent or sliding_window is out of range"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"capacity": (420, 16, 150, 91)}, "more or fewer slots than the state"), ({"key_size": 10}, "16-byte vectors"),
+    ({"cache_type": 3}, "no kernel that merges a quantized cache"), ({"batch": 40_000}, "more than 65536 KV heads"),
+    ({"capacity": (420, 16, 0, 90)}, "a KV head has no slots"),
+    ({"budget": (15, 15, 0, 15)}, "budget, sinks, recent or sliding_window is out of range"),
+    ({"recent": (64, 64, -1, 64)}, "budget, sinks, recent or sliding_window is out of range"),
+])  # fmt: skip
 def test_refusals_have_a_reason(caller: Caller, change: dict[str, Any], message: str) -> None:
     call = call_of("ballot", FEW, [15] * len(FEW), size=16)
     for name, value in change.items():

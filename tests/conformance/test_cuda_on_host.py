@@ -109,7 +109,6 @@ def hold_to_oracle(
 def compare(
     inputs: Arrays, actual: Arrays, attributes: VoteAttentionAttributes, tolerance: float, single: float = 2e-5
 ) -> None:
-    """Compare the outputs of a call with the oracle's."""
     expected = vote_attention(inputs, attributes)
     np.testing.assert_allclose(
         actual["output"], expected["output"], rtol=0, atol=tolerance * max(1, np.abs(expected["output"]).max())
@@ -438,19 +437,12 @@ def test_the_workspace_is_used_up_to_its_size_and_its_counters_come_back_to_zero
     assert not fresh.workspace[:COUNTER_BYTES].any()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"cache_type": 9}, "none of float32, float16, int8, int4 and k8v4"),
-        ({"query_type": 1}, "the query is of another type than the cache"),
-        ({"query_heads": 5}, "not a multiple"),
-        ({"query_heads": 64}, "more than 16 query heads"),
-        ({"key_size": 10}, "16-byte vectors"),
-        ({"key_size": 512}, "above 256"),
-        ({"tokens": 700}, "more tokens than"),
-        ({"statistics": 9}, "more than 8"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"cache_type": 9}, "none of float32, float16, int8, int4 and k8v4"),
+    ({"query_type": 1}, "the query is of another type than the cache"), ({"query_heads": 5}, "not a multiple"),
+    ({"query_heads": 64}, "more than 16 query heads"), ({"key_size": 10}, "16-byte vectors"),
+    ({"key_size": 512}, "above 256"), ({"tokens": 700}, "more tokens than"), ({"statistics": 9}, "more than 8"),
+])  # fmt: skip
 def test_refusals_have_a_reason(caller: Caller, change: dict[str, int], message: str) -> None:
     call = vote_attention_call(VoteAttentionAttributes(0.1, 1.0, BOTH), "float32", (2, 4, 1, 32), (2, 2, 600, 32), 32)
     for name, value in change.items():

@@ -47,7 +47,6 @@ def hold_to_oracle(
     tolerance: float = 4e-5,
     single: float = 4e-5,
 ) -> None:
-    """Assert that attention over a quantized cache equals the oracle's."""
     actual = caller.vote_attention(inputs, attributes)
     clean = inputs | {f"past_{n}_scale": np.nan_to_num(inputs[f"past_{n}_scale"]) for n in ("key", "value")}
     new = {}

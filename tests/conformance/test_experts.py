@@ -24,14 +24,10 @@ TYPES = {
     "float16": TensorProto.FLOAT16, "float32": TensorProto.FLOAT, "int64": TensorProto.INT64,
 }  # fmt: skip
 FORMS = [
-    ExpertsForm(),
-    ExpertsForm("gelu", bias=1),
-    ExpertsForm("gelu_tanh"),
-    ExpertsForm("relu_squared", gate=0),
-    ExpertsForm("relu", gate=0, bias=1),
-    ExpertsForm("silu", limit=0.5),
+    ExpertsForm(), ExpertsForm("gelu", bias=1), ExpertsForm("gelu_tanh"), ExpertsForm("relu_squared", gate=0),
+    ExpertsForm("relu", gate=0, bias=1), ExpertsForm("silu", limit=0.5),
     ExpertsForm("silu", slope=1.702, limit=0.7, up_offset=1.0, bias=1),
-]
+]  # fmt: skip
 # (type of the integers, `PackedFormat.kind`, type of the scales, group of first, group of down)
 PACKINGS = [
     ("int4", 1, "float16", 32, 32),
@@ -50,7 +46,6 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 def draw(form: ExpertsForm, tokens: int, count: int, top_k: int, *, hidden: int = 192, inner: int = 96) -> Arrays:
-    """Return random tensors of a call, in float64."""
     rng = np.random.default_rng(tokens + count)
     picked = [rng.permutation(count)[:top_k] for _ in range(tokens)]
     indices = np.array(picked, np.int64).reshape(tokens, top_k)
@@ -128,7 +123,6 @@ def model_of(form: ExpertsForm, tensors: Arrays, weights: list[TensorProto], dty
 
 
 def run(model: onnx.ModelProto, tensors: Arrays, dtype: str, *, native: bool, threads: int = 2) -> np.ndarray[Any, Any]:
-    """Run a model by the native operators, or by the ONNX function."""
     options = ort.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 4, threads
     path = library() if native else None

@@ -88,12 +88,7 @@ def test_a_product_of_operands_from_shared_memory(library: ctypes.CDLL, rows: in
     exact = rng.integers(-8, 9, size=(2, 2, 16, 24)).astype(np.float32)
     a, b = (memory.put(x.astype(np.float16)) for x in exact)
     out = np.full((2, 16, 16), np.nan, np.float32)
-    library.product_of(
-        *(ctypes.c_void_p(x.ctypes.data) for x in (a, b)),
-        48,
-        rows,
-        out.ctypes.data_as(ctypes.c_void_p),
-    )
+    library.product_of(*(ctypes.c_void_p(x.ctypes.data) for x in (a, b)), 48, rows, out.ctypes.data_as(ctypes.c_void_p))
     left, right = exact[..., :16]
     assert np.array_equal(out, left @ (right if rows else right.transpose(0, 2, 1)))
 

@@ -75,20 +75,17 @@ def test_every_method_is_a_policy_or_has_a_reason() -> None:
         assert {base.__name__ for base in keeps} <= {"Method", "Merging"}, f"{name} has a keep_score of its own"
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"votes_max": 0.5}, "votes_max is 0.5, and has to be at least 1"),
-        ({"select": "age"}, "select is 'age'; known: position, score, average, pooled, mean, attended"),
-        ({"weigh_decay": 1.0}, "weigh_decay is 1, and has to be above 0 and below 1"),
-        ({"threshold": float("nan")}, "threshold is nan, and has to be a number"),
-        ({"order": "nearest"}, "order is nearest, which needs merge to be zip or running_mean"),
-        ({"order": "least_error", "merge": "zip"}, "order is least_error, which needs measure to be distance"),
-        ({"merge": "pair", "merged_last": True}, "merge is pair, which needs merged_last to be false"),
-        ({"select": "attended"}, "select is attended, which needs the reference queries of a fit"),
-        ({"fit": Fit(ridge=0.0)}, "ridge is 0, and has to be above 0"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"votes_max": 0.5}, "votes_max is 0.5, and has to be at least 1"),
+    ({"select": "age"}, "select is 'age'; known: position, score, average, pooled, mean, attended"),
+    ({"weigh_decay": 1.0}, "weigh_decay is 1, and has to be above 0 and below 1"),
+    ({"threshold": float("nan")}, "threshold is nan, and has to be a number"),
+    ({"order": "nearest"}, "order is nearest, which needs merge to be zip or running_mean"),
+    ({"order": "least_error", "merge": "zip"}, "order is least_error, which needs measure to be distance"),
+    ({"merge": "pair", "merged_last": True}, "merge is pair, which needs merged_last to be false"),
+    ({"select": "attended"}, "select is attended, which needs the reference queries of a fit"),
+    ({"fit": Fit(ridge=0.0)}, "ridge is 0, and has to be above 0"),
+])  # fmt: skip
 def test_a_policy_that_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MergePolicy(**fields)
@@ -189,8 +186,6 @@ def test_the_tensorrt_plugin_accepts_the_new_method(made_up: MergeProfile) -> No
 
 
 class AnyPolicy(Method):
-    """A method with a given policy and given statistics."""
-
     name: ClassVar[str] = "any-policy"
     summary: ClassVar[str] = "-"
     source: ClassVar[str] = "-"

@@ -22,17 +22,9 @@ from tests.conformance.test_cuda_on_host import caller as caller  # the fixture
 
 TOLERANCE = 2e-3
 ORDER = (
-    "query",
-    "key",
-    "value",
-    "position",
-    "query_length",
-    "past_key",
-    "past_value",
-    "past_votes",
-    "past_score",
+    "query", "key", "value", "position", "query_length", "past_key", "past_value", "past_votes", "past_score",
     "past_position",
-)
+)  # fmt: skip
 EMA = (Statistic("log_ema", 0.9),)
 
 

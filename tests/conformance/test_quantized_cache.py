@@ -56,10 +56,7 @@ every_scenario = pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scena
 
 
 def cases(profiles: Sequence[Profile] | Sequence[MergeProfile]) -> list[Any]:
-    """Return every backend that this machine runs, with every profile that the backend has.
-
-    Each profile has the type int8, and alternately int4 or k8v4. The functions have only the cases of `TRACED`.
-    """
+    """Return every backend that this machine runs, with every profile that the backend has."""
     return [
         pytest.param(backend, profile, cache_type, id=f"{backend.name}-{profile.name}-{cache_type}")
         for backend in filter(has_it, reached())

@@ -35,7 +35,6 @@ def on(*names: str) -> Any:
 def head_of(
     profile: MergeProfile, key: np.ndarray, value: np.ndarray, *, votes: Any = None, logit: Any = None, mass: Any = None
 ) -> Arrays:
-    """Return one head with slots at positions 0, 1, ..."""
     count = len(key)
     position = np.arange(count)
     score = np.zeros((len(profile.statistics), count))
@@ -76,10 +75,7 @@ def attended(head: Arrays, query: np.ndarray, alpha: float) -> np.ndarray:
 def random_heads(
     profile: MergeProfile, seed: int, free: int, *, spread: float = 1.0, error: float = 0.0
 ) -> tuple[list[Arrays], np.ndarray]:
-    """Return heads whose keys lie within `spread` of one centre, and the query whose logits are their scores.
-
-    The scores have relative errors of up to `error`.
-    """
+    """Return heads whose keys lie within `spread` of one centre, and the query whose logits are their scores."""
     rng = np.random.default_rng(seed)
     size, value_size = profile.sizes
     count = SINKS + free + RECENT

@@ -34,7 +34,6 @@ every_scenario = pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scena
 
 @cache
 def right(profile: Profile, scenario: Scenario) -> Arrays:
-    """Return the oracle's result, with which every backend is compared."""
     return vote_attention(vote_attention_inputs(profile, scenario), profile.attributes)
 
 

@@ -27,7 +27,6 @@ def instructions(path: Path) -> list[tuple[str, str]]:
 
 
 def stages(path: Path) -> list[list[tuple[str, str]]]:
-    """Return the instructions of every stage, beginning with its FROM."""
     all_stages: list[list[tuple[str, str]]] = []
     for name, rest in instructions(path):
         if name == "FROM":
@@ -42,10 +41,6 @@ def values(stage: list[tuple[str, str]], instruction: str) -> list[str]:
 
 
 def reaches_the_build(path: str) -> bool:
-    """Return whether .dockerignore includes a path of the repository.
-
-    The last line that matches the path, or a folder above it, decides.
-    """
     kept = True
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         pattern = line.removeprefix("!").removeprefix("**/")

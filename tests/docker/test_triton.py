@@ -52,7 +52,6 @@ class Asked:
         self.sent.put((response, flags))
 
     def answer(self) -> list[Any]:
-        """Return the responses up to the final one."""
         responses = []
         while True:
             response, flags = self.sent.get(timeout=60)

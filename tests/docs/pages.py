@@ -24,7 +24,6 @@ class Block(NamedTuple):
 
 
 def blocks(text: str) -> Iterator[Block]:
-    """Yield the fenced blocks of a page."""
     lines = text.splitlines()
     start, fence, language, indent = 0, "", "", 0
     for number, line in enumerate(lines, 1):

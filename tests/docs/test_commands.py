@@ -114,18 +114,12 @@ def test_marked_blocks_run(page: Path, tiny: Path, tmp_path: Path, monkeypatch: 
             ok(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("kvexport build --recipe tiny-keepkv --out tiny", ""),
-        ("kvexport build --recipes tiny-keepkv", "--recipes"),
-        ("kvexport recipes shw tiny", "has no command shw"),
-        ("kvexport recipes show tiny-keepkv --resolved", ""),
-        ("KEY=1 make gpu-check GPU_CHECK='--parts decode'", ""),
-        ("make everything", "no target everything"),
-        ("python benchmarks/no_such.py", "no file benchmarks/no_such.py"),
-    ],
-)
+@pytest.mark.parametrize(("line", "message"), [
+    ("kvexport build --recipe tiny-keepkv --out tiny", ""), ("kvexport build --recipes tiny-keepkv", "--recipes"),
+    ("kvexport recipes shw tiny", "has no command shw"), ("kvexport recipes show tiny-keepkv --resolved", ""),
+    ("KEY=1 make gpu-check GPU_CHECK='--parts decode'", ""), ("make everything", "no target everything"),
+    ("python benchmarks/no_such.py", "no file benchmarks/no_such.py"),
+])  # fmt: skip
 def test_a_command_that_cannot_work_is_detected(line: str, message: str) -> None:
     (words,) = commands(Block(1, 3, "console", f"$ {line}", False))
     assert message in problem(words) if message else not problem(words)

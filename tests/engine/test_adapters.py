@@ -41,7 +41,6 @@ def engine(adapted_artifact: Path, adapters: dict[str, Path]) -> Engine:
 
 @pytest.fixture(scope="module")
 def merged(tiny_checkpoint: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """An engine whose weights have the adapter "two" added."""
     folder = tmp_path_factory.mktemp("merged")
     model = {"path": str(with_adapter(folder / "checkpoint", tiny_checkpoint, adapters["two"]))}
     recipe = Recipe.model_validate({**RECIPE, "model": model})
@@ -214,16 +213,12 @@ def as_dora(folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, "use_dora": True}))
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (of_another_size, r"has matrices \[3, 5\] and .*, which has 32 inputs and 32 outputs in the artifact"),
-        (of_more_layers, "changes 'model.layers.7.self_attn.q_proj', and the artifact takes adapters of down_proj, "),
-        (of_the_head, "changes 'lm_head'"),
-        (infinite, "infinite or NaN"),
-        (as_dora, "use_dora True; only adapters with use_dora False"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "words"), [
+    (of_another_size, r"has matrices \[3, 5\] and .*, which has 32 inputs and 32 outputs in the artifact"),
+    (of_more_layers, "changes 'model.layers.7.self_attn.q_proj', and the artifact takes adapters of down_proj, "),
+    (of_the_head, "changes 'lm_head'"), (infinite, "infinite or NaN"),
+    (as_dora, "use_dora True; only adapters with use_dora False"),
+])  # fmt: skip
 def test_an_adapter_that_does_not_fit_is_refused(
     tmp_path: Path, tiny_checkpoint: Path, adapted_artifact: Path, damage: Callable[[Path], None], words: str
 ) -> None:
@@ -269,14 +264,11 @@ def test_an_adapter_of_another_base_model_is_named(
     assert load("same", base_model_name_or_path=f"org/{tiny_checkpoint.name}") == load("none") == ""
 
 
-@pytest.mark.parametrize(
-    ("sections", "words"),
-    [
-        ({"adapters": {"count": 1, "targets": ["q_proj", "query"]}}, "names 'query'; the projections of this model"),
-        ({"backend": {"name": "tensorrt"}}, "but tensorrt runs no adapters"),
-        ({"cache": {"periodic": {"slots": 128}}}, "cache.periodic.slots is set, which runs without adapters"),
-    ],
-)
+@pytest.mark.parametrize(("sections", "words"), [
+    ({"adapters": {"count": 1, "targets": ["q_proj", "query"]}}, "names 'query'; the projections of this model"),
+    ({"backend": {"name": "tensorrt"}}, "but tensorrt runs no adapters"),
+    ({"cache": {"periodic": {"slots": 128}}}, "cache.periodic.slots is set, which runs without adapters"),
+])  # fmt: skip
 def test_a_recipe_that_cannot_take_adapters_is_refused(
     tiny_checkpoint: Path, sections: dict[str, Any], words: str
 ) -> None:

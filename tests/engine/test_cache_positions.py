@@ -47,10 +47,7 @@ def merging(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 class Rerotating:
-    """A Llama over a list of unrotated keys, of which it keeps the sinks and the latest, as StreamingLLM does.
-
-    In every call it rotates each key for its place in this list, and the new tokens for the places after them.
-    """
+    """A Llama over a list of unrotated keys, of which it keeps the sinks and the latest, as StreamingLLM does."""
 
     def __init__(self, checkpoint: Path) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64).eval()
@@ -66,7 +63,6 @@ class Rerotating:
 
     @torch.no_grad()
     def append(self, ids: np.ndarray) -> np.ndarray:
-        """Return the logits [T, vocabulary] of the new tokens."""
         hidden = self.model.model.embed_tokens(torch.from_numpy(ids))
         for i, layer in enumerate(self.model.model.layers):
             attention, normed = layer.self_attn, layer.input_layernorm(hidden)
@@ -100,10 +96,6 @@ class Rerotating:
 
 
 def test_equals_keys_that_are_rotated_anew_in_every_call(streaming: Path, tiny_checkpoint: Path) -> None:
-    """The logits equal those of keys that are rotated anew in every call.
-
-    The prompt has six budgets, and two more follow token by token. Merges follow each chunk and every fourth token.
-    """
     engine, slow = load(streaming), Rerotating(tiny_checkpoint)
     (ids,) = random_ids(1, 8 * BUDGET, vocabulary=64)
     lanes, prompt, worst = engine.lanes(1), 6 * BUDGET, 0.0

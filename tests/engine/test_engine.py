@@ -28,10 +28,7 @@ PROMPTS = (7, 90, 27)
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """An engine with three layers of different budgets, 16 slots on average, and no tokenizer.
-
-    It gives the logits of every token.
-    """
+    """An engine with three layers of different budgets, 16 slots on average, and no tokenizer."""
     folder = tmp_path_factory.mktemp("engine")
     recipe = models.make_recipe(
         models.save_checkpoint(folder / "checkpoint", models.llama(num_hidden_layers=3)),
@@ -54,7 +51,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 @pytest.fixture(scope="module")
 def chat(tiny_artifact: Path) -> Engine:
-    """An engine with a tokenizer whose tokens are single characters."""
     return load(tiny_artifact)
 
 
@@ -76,7 +72,6 @@ def used_slots(lanes: Lanes, layer: int) -> Any:
 
 
 def fresh_lanes(engine: Engine, count: int) -> Lanes:
-    """Return new lanes, which a test may change."""
     return Lanes(engine.new_state(count), engine.plan, count, prefill_chunk=CHUNK, merge_every=MERGE_EVERY)
 
 
@@ -377,20 +372,13 @@ def test_a_seed_repeats_itself_and_only_itself(engine: Engine) -> None:
 # Prompts that are refused before anything runs.
 
 
-@pytest.mark.parametrize(
-    ("batch", "problem"),
-    [
-        ([], "there is no prompt"),
-        ([[]], "the prompt is empty"),
-        ([[1, 2], []], "the prompt is empty"),
-        ([1, 100], "token id 100 is out of range: the vocabulary has 100"),
-        ([[1, 2], [3, -1]], "token id -1 is out of range"),
-        ([[0.5, 1.0]], "token ids are integers"),
-        ([0] * MAX_LENGTH, f"the prompt has {MAX_LENGTH} tokens"),
-        ("text", "the artifact has no tokenizer.json"),
-        (["text", "more"], "the artifact has no tokenizer.json"),
-    ],
-)
+@pytest.mark.parametrize(("batch", "problem"), [
+    ([], "there is no prompt"), ([[]], "the prompt is empty"), ([[1, 2], []], "the prompt is empty"),
+    ([1, 100], "token id 100 is out of range: the vocabulary has 100"),
+    ([[1, 2], [3, -1]], "token id -1 is out of range"), ([[0.5, 1.0]], "token ids are integers"),
+    ([0] * MAX_LENGTH, f"the prompt has {MAX_LENGTH} tokens"), ("text", "the artifact has no tokenizer.json"),
+    (["text", "more"], "the artifact has no tokenizer.json"),
+])  # fmt: skip
 def test_prompts_that_cannot_be_used(engine: Engine, batch: Any, problem: str) -> None:
     for call in (engine.generate, engine.stream):
         with pytest.raises(UsageError) as caught:

@@ -35,13 +35,11 @@ ONE, TWO = picture(50, 40, 1), picture(50, 40, 2)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that reads images."""
     return vision.save_checkpoint("llava", tmp_path_factory.mktemp("llava"))
 
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """An engine whose caches have room for two images."""
     return load(build(models.make_recipe(checkpoint, **SETTINGS), tmp_path_factory.mktemp("artifact") / "artifact"))
 
 
@@ -182,16 +180,10 @@ def test_equal_images_are_encoded_once(engine: Engine, monkeypatch: pytest.Monke
     assert len(runs) == 4 and len(cache._rows) == 1
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"images": None}, "images"),
-        ({"cut": "anyres"}, "canvases"),
-        ({"height": 0}, "height"),
-        ({"token_text": 3}, "token_text"),
-        ({"cut": "x"}, "cut"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "problem"), [
+    ({"images": None}, "images"), ({"cut": "anyres"}, "canvases"), ({"height": 0}, "height"),
+    ({"token_text": 3}, "token_text"), ({"cut": "x"}, "cut"),
+])  # fmt: skip
 def test_a_manifest_with_other_images_is_refused(changes: Any, problem: str, engine: Engine) -> None:
     raw = json.loads((engine.path / "manifest.json").read_text())
     images = None if "images" in changes else {**raw["images"], **changes}

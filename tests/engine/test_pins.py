@@ -63,7 +63,6 @@ def calls(lanes: Lanes, sequences: list[np.ndarray]) -> Any:
 
 
 def slots(lanes: Lanes, lane: int, positions: set[int]) -> dict[tuple[int, int, int], tuple[bytes, ...]]:
-    """Return the bytes of the slots of some positions of a lane, by layer, KV head and position."""
     state, found = lanes.read(lane), {}
     for i, layer in enumerate(lanes._plan.caches):
         own = {name: state[f"past_key_values.{i}.{name}"] for name in ("position", "votes", *SLOT_TENSORS[:2])}

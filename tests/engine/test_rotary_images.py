@@ -89,7 +89,6 @@ def test_answers_do_not_depend_on_the_batch_or_on_prefixes(engine: Engine) -> No
 
 
 def test_forks_and_snapshots_go_on_after_an_image(engine: Engine) -> None:
-    """A snapshot also goes on in bytes, and with a further image."""
     more = f"xyz{MARKER}w"
     ids, images = engine.encode_with_images(PROMPT, [WIDE, TALL])
     settings = engine.settings(max_new_tokens=6)

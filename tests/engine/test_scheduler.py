@@ -21,7 +21,6 @@ def request(length: int, answer: int = 3, bundle: Bundle | None = None, **more: 
 
 
 def run(scheduler: Scheduler, step: Schedule) -> list[Request]:
-    """Execute a step as an engine does."""
     for each in step.prefill:
         each.read(scheduler.count(each))
     for each in (*(r for r in step.prefill if r.state is State.DECODING), *step.decode):

@@ -95,7 +95,6 @@ def test_every_number_of_drafted_tokens_is_accepted_at_times(engine: Engine) -> 
 
 
 def test_a_sliding_window_drops_entries_only_after_verification(windowed: Engine) -> None:
-    """A sliding window drops only accepted tokens: layers merge after a draft is verified."""
     batch = prompts(1, windowed.vocabulary)
     expected = generated(windowed, batch, None, max_new_tokens=120)
     plain = [Completion(0, [token.id for token in answer]) for answer in expected]
@@ -106,7 +105,6 @@ def test_a_sliding_window_drops_entries_only_after_verification(windowed: Engine
 
 
 def given(lanes: Lanes, ids: NDArray[np.int64], counts: list[int]) -> None:
-    """Append the tokens in calls of `counts` tokens."""
     start = 0
     for count in counts:
         lanes.draft([ids[start : start + count]], first=0)
@@ -178,11 +176,6 @@ def test_rows_of_one_call_are_those_of_single_calls_but_for_rounding(engine: Eng
 
 
 def test_speculating_schedules_answer_as_solo_runs_without_drafts(artifact: Path, tmp_path: Path) -> None:
-    """Schedules with speculation are answered as alone without it.
-
-    Requests join, leave, fork, stop and resume; there are snapshots and prefixes. Only one of the engines drafts, and
-    states move between them.
-    """
     speculating, plain, other = (load(artifact) for _ in range(3))
     plain.drafter = other.drafter = None
     for seed in range(4):
@@ -207,7 +200,6 @@ def test_speculation_on_engines_of_tensorrt(artifact: Path, tmp_path: Path, plug
 
 
 def looked_up(ids: list[int], count: int) -> list[int]:
-    """Return the same as `follow` by another algorithm."""
     for n in range(LONGEST, SHORTEST - 1, -1):
         for end in range(len(ids) - 1, n - 1, -1):
             if ids[end - n : end] == ids[len(ids) - n :]:

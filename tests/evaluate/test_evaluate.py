@@ -19,23 +19,17 @@ LENGTH = 192
 
 SETTINGS = ["export.prefill_chunk=16"]
 OPTIONS = Options(
-    methods=("streaming",),
-    budgets=(32, 256),
-    tasks=("text", "decoded"),
-    samples=10,
-    length=LENGTH,
+    methods=("streaming",), budgets=(32, 256), tasks=("text", "decoded"), samples=10, length=LENGTH
 )
 
 
 @pytest.fixture(scope="module")
 def reported() -> list[str]:
-    """The lines that `evaluate` printed while `evaluation` was made."""
     return []
 
 
 @pytest.fixture(scope="module")
 def evaluation(reported: list[str]) -> Evaluation:
-    """The evaluation of the tiny trained model with streaming."""
     return evaluate("tiny-base", SETTINGS, OPTIONS, tell=reported.append)
 
 
@@ -90,40 +84,16 @@ def test_the_command_measures_the_requested_settings_and_prints_all_results(
     monkeypatch.setattr("kvexport.evaluate.runner.evaluate", answer)
     (tmp_path / "book.txt").write_text("Once upon a time")
     arguments = [
-        "--methods",
-        "streaming,keepkv:threshold=0.7",
-        "--budgets",
-        "1/4,64",
-        "--tasks",
-        "decoded,text",
-        "--samples",
+        "--methods", "streaming,keepkv:threshold=0.7", "--budgets", "1/4,64", "--tasks", "decoded,text", "--samples",
         "5",
-    ]
-    arguments += [
-        "--length",
-        "64",
-        "--seed",
-        "7",
-        "--batch",
-        "3",
-        "--text",
-        f"{tmp_path}/book.txt",
-    ]
+    ]  # fmt: skip
+    arguments += ["--length", "64", "--seed", "7", "--batch", "3", "--text", f"{tmp_path}/book.txt"]
     result = CliRunner().invoke(app, ["eval", "--recipe", "tiny-base", "--set", "cache.sinks=2", "--json", *arguments])
     assert result.exit_code == 0, result.output
     name, overrides, options, *_ = calls
     assert (name, overrides) == ("tiny-base", ["cache.sinks=2"])
     methods, budgets = ("streaming", "keepkv:threshold=0.7"), (0.25, 64.0)
-    assert options == Options(
-        methods,
-        budgets,
-        ("decoded", "text"),
-        5,
-        64,
-        7,
-        3,
-        source="Once upon a time",
-    )
+    assert options == Options(methods, budgets, ("decoded", "text"), 5, 64, 7, 3, source="Once upon a time")
     data = json.loads(result.stdout)
     assert [r["slots"] for r in data["results"]] == [32, 256]
     assert data["full"]["scores"]["text"]["nll"]["count"] == 10
@@ -133,19 +103,12 @@ def test_the_command_measures_the_requested_settings_and_prints_all_results(
     assert "Perplexity and distance: text" in default.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--tasks", "needles"], "unknown task 'needles'"),
-        (["--budgets", "3/2"], "'3/2' is no budget"),
-        (["--length", "9" * 23], "--length"),
-        (["--methods", "streaming:sinks"], "'sinks' is not a setting"),
-        (["--methods", "nothing"], "unknown method 'nothing'"),
-        (["--budgets", "4"], "cannot hold"),
-        (["--text", "nowhere.txt"], "nowhere.txt cannot be read"),
-        (["--ruler", "nowhere"], "holds no task of RULER"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--tasks", "needles"], "unknown task 'needles'"), (["--budgets", "3/2"], "'3/2' is no budget"),
+    (["--length", "9" * 23], "--length"), (["--methods", "streaming:sinks"], "'sinks' is not a setting"),
+    (["--methods", "nothing"], "unknown method 'nothing'"), (["--budgets", "4"], "cannot hold"),
+    (["--text", "nowhere.txt"], "nowhere.txt cannot be read"), (["--ruler", "nowhere"], "holds no task of RULER"),
+])  # fmt: skip
 def test_impossible_settings_are_refused_before_a_build(arguments: list[str], words: str) -> None:
     result = CliRunner().invoke(app, ["eval", "--recipe", "tiny-base", *arguments])
     assert result.exit_code == 2, result.output

@@ -51,7 +51,6 @@ def test_the_papers_settings_give_every_method_a_fifth_of_the_context(name: str)
 
 @pytest.fixture
 def suites(tmp_path: Path) -> Path:
-    """A folder with the layout of RULER's."""
     row = {"index": 0, "input": RULER_PROMPT, "outputs": ["a", "b", "q", "z", "7"]}
     path = tmp_path / "ruler" / "vt" / "validation.jsonl"
     path.parent.mkdir(parents=True)
@@ -81,10 +80,6 @@ def test_a_prompt_of_ruler_ends_with_the_beginning_of_the_answer(
 
 
 def test_a_papers_recipe_is_evaluated_on_a_local_folder(suites: Path, tiny_checkpoint: Path) -> None:
-    """A paper's recipe, with a small checkpoint in place of Llama 2 7B, is evaluated on the files of a local folder.
-
-    Its method, budget, layer budgets and threshold stay.
-    """
     recipe = suites / "mine.yaml"
     changes = {
         "model": {"path": str(tiny_checkpoint), "dtype": "float32"},
@@ -95,17 +90,9 @@ def test_a_papers_recipe_is_evaluated_on_a_local_folder(suites: Path, tiny_check
         json.dumps({"extends": "llama2-7b-keepkv", **changes, "cache": {"merge_every": 8}, "backend": {"threads": 1}})
     )
     arguments = [
-        "eval",
-        "--recipe",
-        str(recipe),
-        "--budgets",
-        "0.2",
-        "--methods",
-        "keepkv",
-        "--json",
-        "--ruler",
+        "eval", "--recipe", str(recipe), "--budgets", "0.2", "--methods", "keepkv", "--json", "--ruler",
         str(suites / "ruler"),
-    ]
+    ]  # fmt: skip
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     data: dict[str, Any] = json.loads(result.stdout)

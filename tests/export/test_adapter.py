@@ -21,14 +21,10 @@ def scales_of(folder: Path) -> dict[str, float]:
     return {module: read.scale(module) for module in read.pairs}
 
 
-@pytest.mark.parametrize(
-    ("config", "scales"),
-    [
-        ({}, (2.0, 2.0, 2.0)),
-        ({"use_rslora": True}, (6 / math.sqrt(3),) * 3),
-        ({"alpha_pattern": {"v_proj": 9, "layers.1.mlp.down_proj": 3}}, (2.0, 3.0, 1.0)),
-    ],
-)
+@pytest.mark.parametrize(("config", "scales"), [
+    ({}, (2.0, 2.0, 2.0)), ({"use_rslora": True}, (6 / math.sqrt(3),) * 3),
+    ({"alpha_pattern": {"v_proj": 9, "layers.1.mlp.down_proj": 3}}, (2.0, 3.0, 1.0)),
+])  # fmt: skip
 def test_products_have_pefts_scales(
     tmp_path: Path, tiny_checkpoint: Path, config: dict[str, Any], scales: tuple[float, ...]
 ) -> None:

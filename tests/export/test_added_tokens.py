@@ -20,7 +20,6 @@ TEXT = "<|tool|>hello <|x|> world <sep> </s>"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a byte-level tokenizer of 4096 tokens."""
     shutil.copyfile(SMALL / "tokenizer.json", tmp_path / "tokenizer.json")
     return tmp_path
 
@@ -86,15 +85,10 @@ def test_a_tokenizer_that_lacks_nothing_stays_as_it_is(folder: Path) -> None:
     assert (folder / "tokenizer.json").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("numbered", "problem"),
-    [
-        ({"5000": token("<|x|>")}, "'<|x|>' cannot get the id 5000"),
-        ({"one": token("<|x|>")}, "invalid literal"),
-        ({"4096": "text"}, "malformed"),
-        ({"4096": {"content": 3}}, "malformed"),
-    ],
-)
+@pytest.mark.parametrize(("numbered", "problem"), [
+    ({"5000": token("<|x|>")}, "'<|x|>' cannot get the id 5000"), ({"one": token("<|x|>")}, "invalid literal"),
+    ({"4096": "text"}, "malformed"), ({"4096": {"content": 3}}, "malformed"),
+])  # fmt: skip
 def test_added_tokens_that_do_not_fit_are_refused(folder: Path, numbered: dict[str, Any], problem: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": numbered}))
     with pytest.raises(UsageError, match=r"added tokens of .* do not fit") as caught:

@@ -90,16 +90,12 @@ def test_no_end_with_absolute_positions(llama: Path) -> None:
     assert error.fix == "--set limits.max_length=512, or --set cache.positions=cache"
 
 
-@pytest.mark.parametrize(
-    ("setting", "problem"),
-    [
-        ("cache.method=full", "limits.max_length is unlimited, but full keeps every token"),
-        ("cache.budget=0.25", "cache.budget is a share of limits.max_length, which is unlimited: write slots"),
-        ("limits.max_length=endless", "found 'endless'"),
-        (f"limits.max_length={MOST + 1}", "less than or equal to 2147483647"),
-        ("cache.positions=relative", "positions"),
-    ],
-)
+@pytest.mark.parametrize(("setting", "problem"), [
+    ("cache.method=full", "limits.max_length is unlimited, but full keeps every token"),
+    ("cache.budget=0.25", "cache.budget is a share of limits.max_length, which is unlimited: write slots"),
+    ("limits.max_length=endless", "found 'endless'"),
+    (f"limits.max_length={MOST + 1}", "less than or equal to 2147483647"), ("cache.positions=relative", "positions"),
+])  # fmt: skip
 def test_an_unlimited_recipe_names_the_settings_that_it_excludes(setting: str, problem: str) -> None:
     with pytest.raises(UsageError) as caught:
         load_recipe("tiny-keepkv", ["cache.positions=cache", "limits.max_length=unlimited", setting])

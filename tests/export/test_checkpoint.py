@@ -338,15 +338,10 @@ def test_bad_configs_are_refused(tmp_path: Path, config: object, words: str) -> 
     assert words in refusal(make_single(tmp_path, config=config))
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {"auto_map": {"AutoModelForCausalLM": "m.M"}},
-        {"auto_map": None},
-        {"quantization_config": None},
-        {"limit": float("inf")},
-    ],
-)
+@pytest.mark.parametrize("extra", [
+    {"auto_map": {"AutoModelForCausalLM": "m.M"}}, {"auto_map": None}, {"quantization_config": None},
+    {"limit": float("inf")},
+])  # fmt: skip
 def test_harmless_config_keys_are_accepted(tmp_path: Path, extra: dict[str, Any]) -> None:
     assert read_checkpoint(make_single(tmp_path, config={**CONFIG, **extra})).config == {**CONFIG, **extra}
 

@@ -19,23 +19,10 @@ def test_a_directory_is_used_unchanged(tmp_path: Path, monkeypatch: pytest.Monke
     assert resolve_checkpoint(str(tmp_path), None) == tmp_path
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "",
-        "llama",
-        "./org/name",
-        "../x",
-        "/no/such/dir",
-        "a/b/c",
-        "a/b..c",
-        "a--b/c",
-        "org/n\u00e4me",
-        "a/b.git",
-        "a\0/b",
-        "x" * 5000,
-    ],
-)
+@pytest.mark.parametrize("path", [
+    "", "llama", "./org/name", "../x", "/no/such/dir", "a/b/c", "a/b..c", "a--b/c", "org/n\u00e4me", "a/b.git", "a\0/b",
+    "x" * 5000,
+])  # fmt: skip
 def test_names_that_are_neither_directory_nor_hub_id_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
@@ -77,15 +64,12 @@ def test_a_hub_id_is_downloaded_without_pickles_and_code_and_reused_offline(
     assert resolve_checkpoint("org/name", None) == directory
 
 
-@pytest.mark.parametrize(
-    ("hub_id", "revision", "kind", "problem", "fix"),
-    [
-        ("org/name", "none", UsageError, "no revision 'none'", "model.revision"),
-        ("org/unknown", None, UsageError, "directory 'org/unknown', and the hub has no public model", "hf auth login"),
-        ("gated/name", None, EnvironmentProblem, "gated", "hf auth login"),
-        ("broken/name", None, EnvironmentProblem, "'broken/name'", "hf download broken/name"),
-    ],
-)
+@pytest.mark.parametrize(("hub_id", "revision", "kind", "problem", "fix"), [
+    ("org/name", "none", UsageError, "no revision 'none'", "model.revision"),
+    ("org/unknown", None, UsageError, "directory 'org/unknown', and the hub has no public model", "hf auth login"),
+    ("gated/name", None, EnvironmentProblem, "gated", "hf auth login"),
+    ("broken/name", None, EnvironmentProblem, "'broken/name'", "hf download broken/name"),
+])  # fmt: skip
 def test_errors_of_the_hub_are_reported(
     hub: type[Hub], hub_id: str, revision: str | None, kind: type[UsageError], problem: str, fix: str
 ) -> None:

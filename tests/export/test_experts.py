@@ -248,14 +248,11 @@ def test_an_activation_that_the_operator_does_not_have_is_refused_by_name(tmp_pa
         read_model(models.make_recipe(checkpoint, limits={"max_length": 160}))
 
 
-@pytest.mark.parametrize(
-    ("config", "form"),
-    [
-        (CONFIGS["qwen3_moe"], ExpertsForm()),
-        (CONFIGS["gpt_oss"], ExpertsForm("silu", slope=1.702, limit=7.0, up_offset=1.0, bias=1)),
-        (lambda: Qwen3MoeConfig(**models.SIZES, **QWEN3, hidden_act="gelu_pytorch_tanh"), ExpertsForm("gelu_tanh")),
-    ],
-)
+@pytest.mark.parametrize(("config", "form"), [
+    (CONFIGS["qwen3_moe"], ExpertsForm()),
+    (CONFIGS["gpt_oss"], ExpertsForm("silu", slope=1.702, limit=7.0, up_offset=1.0, bias=1)),
+    (lambda: Qwen3MoeConfig(**models.SIZES, **QWEN3, hidden_act="gelu_pytorch_tanh"), ExpertsForm("gelu_tanh")),
+])  # fmt: skip
 def test_the_form_is_read_off_the_module(config: Any, form: ExpertsForm) -> None:
     model = AutoModelForCausalLM.from_config(config())
     assert {experts_form(module) for _, module in expert_modules(model)} == {form}

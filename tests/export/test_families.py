@@ -9,21 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    ApertusConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    Gemma4TextConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-    StableLmConfig,
-)
+import transformers as hf
 
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
@@ -55,85 +41,69 @@ class Family:
 
 
 FAMILIES = {
-    "apertus": Family(ApertusConfig, {}),
-    "llama": Family(LlamaConfig, {}),
-    "mistral": Family(MistralConfig, {"sliding_window": WINDOW}, windows=(WINDOW, WINDOW)),
-    "qwen2": Family(Qwen2Config, {}),
+    "apertus": Family(hf.ApertusConfig, {}),
+    "llama": Family(hf.LlamaConfig, {}),
+    "mistral": Family(hf.MistralConfig, {"sliding_window": WINDOW}, windows=(WINDOW, WINDOW)),
+    "qwen2": Family(hf.Qwen2Config, {}),
     "gemma2": Family(
-        Gemma2Config,
-        {
-            "head_dim": 16,
-            "query_pre_attn_scalar": 16,
-            "sliding_window": WINDOW,
-            "layer_types": MIXED,
-            "attn_logit_softcapping": 5.0,
-        },
-        windows=(WINDOW, 0),
+        hf.Gemma2Config,
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW, "layer_types": MIXED,
+         "attn_logit_softcapping": 5.0}, windows=(WINDOW, 0),
     ),
-    "qwen3": Family(Qwen3Config, {"head_dim": 16}, dtype=torch.bfloat16),
+    "qwen3": Family(hf.Qwen3Config, {"head_dim": 16}, dtype=torch.bfloat16),
     "gemma3": Family(
-        Gemma3TextConfig,
+        hf.Gemma3TextConfig,
         {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW, "layer_types": MIXED},
         windows=(WINDOW, 0),
     ),
-    "phi3": Family(Phi3Config, {}, shard="60KB"),
-}
+    "phi3": Family(hf.Phi3Config, {}, shard="60KB"),
+}  # fmt: skip
 # These families use what the other families test, so they are tested only without compression. gpt_neox renames its
 # tensors and rotates a quarter of a head, gpt2 learns its positions and stores weights transposed, granite has
 # multipliers everywhere, and Phi-3's long form has frequencies that depend on the length.
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 GEMMA4 = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 100}
 TAIL = {
-    "gpt_neox": Family(GPTNeoXConfig, {}),
+    "gpt_neox": Family(hf.GPTNeoXConfig, {}),
     "gpt2": Family(
-        GPT2Config, {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "bos_token_id": 1, "eos_token_id": 2}
+        hf.GPT2Config,
+        {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "bos_token_id": 1, "eos_token_id": 2},
     ),
-    "stablelm": Family(StableLmConfig, {"partial_rotary_factor": 0.25}),
+    "stablelm": Family(hf.StableLmConfig, {"partial_rotary_factor": 0.25}),
     "granite": Family(
-        GraniteConfig,
+        hf.GraniteConfig,
         {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
     ),
     "gemma4": Family(
-        Gemma4TextConfig,
+        hf.Gemma4TextConfig,
         {"layer_types": MIXED, "sliding_window": WINDOW, "head_dim": 16, "global_head_dim": 32, **GEMMA4},
         windows=(WINDOW, 0),
     ),
     "gemma3-longrope": Family(
-        Gemma3TextConfig,
-        {
-            "layer_types": MIXED,
-            "sliding_window": WINDOW,
-            "head_dim": 16,
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-                "full_attention": {**LONGROPE, "original_max_position_embeddings": 32, "factor": 16.0},
-            },
-        },
-        windows=(WINDOW, 0),
+        hf.Gemma3TextConfig,
+        {"layer_types": MIXED, "sliding_window": WINDOW, "head_dim": 16,
+         "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+          "full_attention": {**LONGROPE, "original_max_position_embeddings": 32, "factor": 16.0}}}, windows=(WINDOW, 0),
     ),
     "phi3-longrope": Family(
-        Phi3Config,
+        hf.Phi3Config,
         {
             "original_max_position_embeddings": 32,  # shorter than all sequences here
             "rope_parameters": LONGROPE,
         },
     ),
-}
+}  # fmt: skip
 # Only in float16: norms that scale in float32. The models have one layer whose attention is like qwen3's, so that they
 # share its function.
 ONE_LAYER = {"head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
 HALF = {
-    "gemma2-half": Family(Gemma2Config, {**ONE_LAYER, "attn_logit_softcapping": None}),
-    "gemma3-half": Family(Gemma3TextConfig, ONE_LAYER, dtype=torch.bfloat16),
+    "gemma2-half": Family(hf.Gemma2Config, {**ONE_LAYER, "attn_logit_softcapping": None}),
+    "gemma3-half": Family(hf.Gemma3TextConfig, ONE_LAYER, dtype=torch.bfloat16),
 }
 
 
 def cases() -> list[tuple[str, str]]:
-    """Return every family with `full` and `keepkv`, and every other method with two families.
-
-    One of the two families has windows. Methods with a state of their own share no trace with others, so tests/methods
-    builds with them.
-    """
+    """Return every family with `full` and `keepkv`, and every other method with two families."""
     pairs = list(itertools.product(FAMILIES, ("full", "keepkv")))
     windowed = itertools.cycle(name for name, family in FAMILIES.items() if any(family.windows))
     plain = itertools.cycle(name for name, family in FAMILIES.items() if not any(family.windows))
@@ -155,7 +125,7 @@ class Workshop:
         path = self.folder / name
         if not path.exists():
             family = (FAMILIES | TAIL | HALF)[name]
-            sizes = models.SIZES if family.config is not GPT2Config else {"vocab_size": models.SIZES["vocab_size"]}
+            sizes = models.SIZES if family.config is not hf.GPT2Config else {"vocab_size": models.SIZES["vocab_size"]}
             models.save_checkpoint(
                 path, family.config(**{**sizes, **family.changes}), dtype=family.dtype, shard=family.shard
             )

@@ -131,18 +131,15 @@ def test_an_artifact_of_4_bit_floats_computes_with_the_dequantized_weights(
     assert validate_artifact(artifact).passed
 
 
-@pytest.mark.parametrize(
-    ("config", "tensors", "message"),
-    [
-        (MODELOPT, nvfp4() | {"w.weight_scale_2": torch.ones(2)}, r"F32 \[2\], expected one F32"),
-        (MODELOPT, nvfp4() | {"w.weight_scale": torch.ones(N, 8)}, r"F32 \[24, 8\], expected F8_E4M3"),
-        (MODELOPT, nvfp4() | {"w.weight": torch.zeros(N, 60, dtype=torch.uint8)}, "groups of 16 inputs do not divide"),
-        (BITSANDBYTES, bitsandbytes("nf4", False, blocksize=128), r"\[48\], expected F32 \[24\]"),
-        (BITSANDBYTES, bitsandbytes("nf4", False, shape=[N]), "expected what bitsandbytes writes of a weight"),
-        (BITSANDBYTES, bitsandbytes("nf4", False, shape=[N, -K]), "sizes above 0"),
-        (BITSANDBYTES, bitsandbytes("nf4", True, nested_blocksize=8), r"\[3\], expected F32 \[6\]"),
-    ],
-)
+@pytest.mark.parametrize(("config", "tensors", "message"), [
+    (MODELOPT, nvfp4() | {"w.weight_scale_2": torch.ones(2)}, r"F32 \[2\], expected one F32"),
+    (MODELOPT, nvfp4() | {"w.weight_scale": torch.ones(N, 8)}, r"F32 \[24, 8\], expected F8_E4M3"),
+    (MODELOPT, nvfp4() | {"w.weight": torch.zeros(N, 60, dtype=torch.uint8)}, "groups of 16 inputs do not divide"),
+    (BITSANDBYTES, bitsandbytes("nf4", False, blocksize=128), r"\[48\], expected F32 \[24\]"),
+    (BITSANDBYTES, bitsandbytes("nf4", False, shape=[N]), "expected what bitsandbytes writes of a weight"),
+    (BITSANDBYTES, bitsandbytes("nf4", False, shape=[N, -K]), "sizes above 0"),
+    (BITSANDBYTES, bitsandbytes("nf4", True, nested_blocksize=8), r"\[3\], expected F32 \[6\]"),
+])  # fmt: skip
 def test_tensors_that_do_not_fit_are_refused_from_their_headers(
     tmp_path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], message: str
 ) -> None:

@@ -76,27 +76,20 @@ def test_metadata_and_floats_are_read_as_they_are(tmp_path: Path) -> None:
 WHOLE = gguf({"a": entry("b")}, {"t": ((2,), 0, bytes(8)), "u": ((2,), 0, bytes(8))})
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"PK\3\4" + bytes(60), "no GGUF file"),
-        (b"GGUF", "no GGUF file: it has 4 bytes"),
-        (WHOLE[:4] + struct.pack("<I", 1) + WHOLE[8:], "no GGUF file of version 2 or 3"),
-        (WHOLE[:30], "ends early"),
-        (WHOLE[:8] + struct.pack("<Q", 1 << 60) + WHOLE[16:], "ends early.*promises"),
-        (WHOLE[:24] + struct.pack("<Q", 1 << 40) + WHOLE[32:], "ends early.*promises"),
-        (WHOLE[:-32], "ends within tensor 'u'"),
-        (WHOLE.replace(struct.pack("<Q", 32), struct.pack("<Q", 0), 1), "offset 0, which overlaps"),
-        (WHOLE.replace(struct.pack("<Q", 32), struct.pack("<Q", 33), 1), "offset 33, which is no multiple of 32"),
-        (WHOLE.replace(struct.pack("<Q", 32), struct.pack("<Q", 1 << 50), 1), "ends within tensor 'u'"),
-        (WHOLE.replace(text("u"), text("t")), "tensor 't' twice"),
-        (gguf({}, {"t": ((32,), 99, bytes(18))}), "type 99"),
-        (gguf({}, {"t": ((33,), 2, bytes(36))}), r"shape \[33\], which Q4_0 cannot hold"),
-        (gguf({"a": (77, b"")}, {}), "unknown type 77"),
-        (gguf({"general.alignment": entry(24)}, {}), "alignment of '24'"),
-        (gguf({"a": (9, struct.pack("<IQ", 0, 5 << 20) + bytes(5 << 20))}, {}), "5242881 entries .* at most 4194304"),
-    ],
-)
+@pytest.mark.parametrize(("data", "message"), [
+    (b"PK\3\4" + bytes(60), "no GGUF file"), (b"GGUF", "no GGUF file: it has 4 bytes"),
+    (WHOLE[:4] + struct.pack("<I", 1) + WHOLE[8:], "no GGUF file of version 2 or 3"), (WHOLE[:30], "ends early"),
+    (WHOLE[:8] + struct.pack("<Q", 1 << 60) + WHOLE[16:], "ends early.*promises"),
+    (WHOLE[:24] + struct.pack("<Q", 1 << 40) + WHOLE[32:], "ends early.*promises"),
+    (WHOLE[:-32], "ends within tensor 'u'"),
+    (WHOLE.replace(struct.pack("<Q", 32), struct.pack("<Q", 0), 1), "offset 0, which overlaps"),
+    (WHOLE.replace(struct.pack("<Q", 32), struct.pack("<Q", 33), 1), "offset 33, which is no multiple of 32"),
+    (WHOLE.replace(struct.pack("<Q", 32), struct.pack("<Q", 1 << 50), 1), "ends within tensor 'u'"),
+    (WHOLE.replace(text("u"), text("t")), "tensor 't' twice"), (gguf({}, {"t": ((32,), 99, bytes(18))}), "type 99"),
+    (gguf({}, {"t": ((33,), 2, bytes(36))}), r"shape \[33\], which Q4_0 cannot hold"),
+    (gguf({"a": (77, b"")}, {}), "unknown type 77"), (gguf({"general.alignment": entry(24)}, {}), "alignment of '24'"),
+    (gguf({"a": (9, struct.pack("<IQ", 0, 5 << 20) + bytes(5 << 20))}, {}), "5242881 entries .* at most 4194304"),
+])  # fmt: skip
 def test_damaged_files_are_named(tmp_path: Path, data: bytes, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read_gguf(written(tmp_path, data))
@@ -168,11 +161,6 @@ def test_no_damage_ends_in_another_error(tmp_path: Path, tiny_checkpoint: Path) 
 
 
 def test_a_file_becomes_an_artifact_as_it_is(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    """A GGUF file becomes an artifact.
-
-    The weights have the values of the blocks, with rows of queries and keys in transformers' order. The tokenizer, its
-    first token and the chat template come from the file.
-    """
     file = tmp_path / "tiny.gguf"
     values = tiny_gguf(tiny_checkpoint, file, **{"tokenizer.chat_template": "{{ messages[0].content }}"})
     checkpoint = read_checkpoint(file)
@@ -221,11 +209,6 @@ def test_an_engine_computes_with_numbers_of_few_bits(tmp_path: Path, kind: str) 
 
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
 def test_other_architectures_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
-    """Files of other architectures have the weights of transformers' models.
-
-    They have biases, norms of queries and keys, heads of another size, and a head beside the embedding. Rows keep their
-    order.
-    """
     import transformers
 
     from kvexport.export.build import read_model
@@ -260,16 +243,8 @@ def test_sentencepiece_merges_the_pair_of_highest_score(tmp_path: Path, tiny_che
     from kvexport.export.model.gguf_model import write_texts
 
     tokens = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        "\u2581",
-        "a",
-        "b",
-        "\u2581a",
-        "ab",
-        *(chr(i) for i in range(ord("c"), ord("c") + 56)),
-    ]
+        "<unk>", "<s>", "</s>", "\u2581", "a", "b", "\u2581a", "ab", *(chr(i) for i in range(ord("c"), ord("c") + 56)),
+    ]  # fmt: skip
     scores = [0.0, 0.0, 0.0, -9.0, -9.0, -9.0, -2.0, -1.0, *(-9.0 for _ in range(56))]
     more = {"model": "llama", "tokens": tokens, "scores": scores, "token_type": [2, 3, 3, *[1] * 61]}
     more |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
@@ -284,23 +259,20 @@ def test_sentencepiece_merges_the_pair_of_highest_score(tmp_path: Path, tiny_che
     assert tokenizer.decode([1, 3, 7, 6]) == "ab a"
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"general.architecture": "rwkv7"}, "holds a 'rwkv7', expected one of llama"),
-        ({"general.architecture": "clip"}, "no model but the encoder of images"),
-        ({"general.type": "adapter"}, "no model but a LoRA adapter"),
-        ({"general.type": "imatrix"}, "no model but an importance matrix"),
-        ({"general.type": "mmproj"}, "no model but the encoder of images"),
-        ({"llama.attention.head_count": 5}, "5 heads do not share"),
-        ({"llama.rope.scaling.type": "longrope"}, "scales rotary frequencies by 'longrope'"),
-        ({"tokenizer.ggml.model": "bert"}, "tokenizer 'bert'"),
-        ({"tokenizer.ggml.pre": "unheard"}, "splits text as 'unheard'"),
-        ({"tokenizer.ggml.bos_token_id": 99}, "unusable metadata"),
-        ({"llama.context_length": "long"}, "max_position_embeddings"),
-        ({"llama.block_count": 1 << 31}, "block_count should be from 1 to 1024, found 2147483648"),
-    ],
-)
+@pytest.mark.parametrize(("more", "message"), [
+    ({"general.architecture": "rwkv7"}, "holds a 'rwkv7', expected one of llama"),
+    ({"general.architecture": "clip"}, "no model but the encoder of images"),
+    ({"general.type": "adapter"}, "no model but a LoRA adapter"),
+    ({"general.type": "imatrix"}, "no model but an importance matrix"),
+    ({"general.type": "mmproj"}, "no model but the encoder of images"),
+    ({"llama.attention.head_count": 5}, "5 heads do not share"),
+    ({"llama.rope.scaling.type": "longrope"}, "scales rotary frequencies by 'longrope'"),
+    ({"tokenizer.ggml.model": "bert"}, "tokenizer 'bert'"),
+    ({"tokenizer.ggml.pre": "unheard"}, "splits text as 'unheard'"),
+    ({"tokenizer.ggml.bos_token_id": 99}, "unusable metadata"),
+    ({"llama.context_length": "long"}, "max_position_embeddings"),
+    ({"llama.block_count": 1 << 31}, "block_count should be from 1 to 1024, found 2147483648"),
+])  # fmt: skip
 def test_unusable_files_are_named(tmp_path: Path, tiny_checkpoint: Path, more: dict[str, Any], message: str) -> None:
     from kvexport.export.build import read_model
 

@@ -313,7 +313,6 @@ def test_a_file_has_the_config_and_the_weights_of_its_model(kind: str, tmp_path:
 def changed_file(
     architecture: str, change: Callable[[Tensors], Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
-    """Return a GGUF file of an architecture, whose tensors `change` has changed before they were written."""
     whole = gguf
 
     def changed(entries: Any, tensors: Tensors) -> bytes:

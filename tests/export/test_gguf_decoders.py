@@ -47,15 +47,12 @@ def test_a_file_has_the_logits_of_its_model(kind: str, tmp_path: Path, monkeypat
     assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize(
-    ("kind", "meta", "problem"),
-    [
-        ("deepseek2", {"expert_gating_func": 1}, "expert_weights_norm normalizes a softmax over experts"),
-        ("deepseek2", {"attention.temperature_scale": 0.1}, "makes queries depend on their positions"),
-        ("gptneox", {"attention.head_count": 5}, r"'blk.0.attn_qkv.weight' .* \[192, 64\], which 5 heads do not share"),
-        ("chatglm with joint queries, keys and values", {"attention.head_count": 5}, "which 5 heads do not share"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "meta", "problem"), [
+    ("deepseek2", {"expert_gating_func": 1}, "expert_weights_norm normalizes a softmax over experts"),
+    ("deepseek2", {"attention.temperature_scale": 0.1}, "makes queries depend on their positions"),
+    ("gptneox", {"attention.head_count": 5}, r"'blk.0.attn_qkv.weight' .* \[192, 64\], which 5 heads do not share"),
+    ("chatglm with joint queries, keys and values", {"attention.head_count": 5}, "which 5 heads do not share"),
+])  # fmt: skip
 def test_a_file_whose_metadata_does_not_fit_is_refused(
     kind: str, meta: dict[str, Any], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,7 +79,6 @@ def byte_level(folder: Path, pre: str | None, **more: Any) -> Path:
 
 
 def sentencepiece_file(folder: Path, **more: Any) -> Path:
-    """Write a file with a sentencepiece tokenizer that is trained on this file."""
     tokens, scores, types = pieces(folder)
     return written(
         folder / "model.gguf",
@@ -126,7 +125,6 @@ def pieces(folder: Path) -> tuple[list[str], list[float], list[int]]:
 
 
 def llama_cpp(file: Path) -> Callable[[str], list[int]]:
-    """Return llama.cpp's tokenizer of a file."""
     module = pytest.importorskip("xllamacpp", reason="not reached: pip install xllamacpp")
     parameters = module.CommonParams()
     parameters.model.path = str(file)

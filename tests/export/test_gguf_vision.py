@@ -68,16 +68,11 @@ PROJECTORS: dict[str, tuple[str, dict[str, str]]] = {
     ),
 }
 SHARED = {
-    r".*patch_embedding|.*patch_embed.proj": "v.patch_embd",
-    r".*position_embeddings?|.*pos_embed": "v.position_embd",
-    r".*(?:layer_)?norm(\d)": r"ln\1",
-    r".*\.(q|k|v)_proj": r"attn_\1",
-    r".*\.qkv": "attn_qkv",
-    r".*out_proj|.*attn.proj": "attn_out",
-    r".*gate_proj": "ffn_gate",
-    r".*(?:fc1|up_proj)": "ffn_up",
+    r".*patch_embedding|.*patch_embed.proj": "v.patch_embd", r".*position_embeddings?|.*pos_embed": "v.position_embd",
+    r".*(?:layer_)?norm(\d)": r"ln\1", r".*\.(q|k|v)_proj": r"attn_\1", r".*\.qkv": "attn_qkv",
+    r".*out_proj|.*attn.proj": "attn_out", r".*gate_proj": "ffn_gate", r".*(?:fc1|up_proj)": "ffn_up",
     r".*(?:fc2|down_proj)": "ffn_down",
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -5,14 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForImageTextToText,
-    KimiLinearConfig,
-    Llama4TextConfig,
-    NemotronHConfig,
-    PretrainedConfig,
-    Qwen3MoeConfig,
-)
+import transformers as hf
 
 from kvexport.export.build import build
 from kvexport.export.hooks.llama4 import _Positions
@@ -28,20 +21,20 @@ from tests.support.hybrids import CONFIGS as HYBRIDS
 
 BUDGET, LENGTH = 12, 64
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-KINDS: dict[str, Callable[[], PretrainedConfig]] = {
+KINDS: dict[str, Callable[[], hf.PretrainedConfig]] = {
     "dense": models.llama,
-    "experts": lambda: Qwen3MoeConfig(**models.SIZES, head_dim=16, **EXPERTS),
+    "experts": lambda: hf.Qwen3MoeConfig(**models.SIZES, head_dim=16, **EXPERTS),
     "text part of a vision model": WRAPPERS["qwen3_vl"],
     "attention in the model's own code": OWN["gpt_neo"],
     "ALiBi": OWN["bloom"],
     "latent attention": LATENT["minicpm3"],
     "convolution": HYBRIDS["lfm2"],
     "gated delta rule": HYBRIDS["qwen3_5_text"],
-    "Kimi delta attention": lambda: KimiLinearConfig(
+    "Kimi delta attention": lambda: hf.KimiLinearConfig(
         **LATENT_SIZES, **EXPERTS, layer_types=["linear_attention", "full_attention"], linear_num_heads=2,
         linear_head_dim=16, n_group=1, topk_group=1, first_k_dense_replace=1,
     ),
-    "Mamba-2, with layers that are experts or dense alone": lambda: NemotronHConfig(
+    "Mamba-2, with layers that are experts or dense alone": lambda: hf.NemotronHConfig(
         **{name: size for name, size in models.SIZES.items() if name != "num_hidden_layers"}, head_dim=16,
         layers_block_type=["linear_attention", "full_attention", "moe", "mlp"], mamba_num_heads=4, mamba_head_dim=16,
         n_groups=2, ssm_state_size=16, chunk_size=16, n_routed_experts=4, num_experts_per_tok=2,
@@ -55,13 +48,13 @@ KINDS: dict[str, Callable[[], PretrainedConfig]] = {
 }  # fmt: skip
 
 
-def validated(config: PretrainedConfig, folder: Path, method: str) -> ValidationResult:
+def validated(config: hf.PretrainedConfig, folder: Path, method: str) -> ValidationResult:
     checkpoint = folder / "checkpoint"
     if config.get_text_config() is config:
         models.save_checkpoint(checkpoint, config)
     else:
         torch.manual_seed(0)
-        model = AutoModelForImageTextToText.from_config(config)
+        model = hf.AutoModelForImageTextToText.from_config(config)
         for parameter in model.parameters():
             parameter.data.normal_(0.0, 0.15)
         model.save_pretrained(checkpoint)
@@ -83,7 +76,7 @@ def test_wrong_positions_that_export_and_reference_share_are_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The layers scale their queries by their position.
-    config = Llama4TextConfig(
+    config = hf.Llama4TextConfig(
         **models.SIZES, head_dim=16, moe_layers=[], intermediate_size_mlp=32, no_rope_layers=[0, 0], floor_scale=2,
         attn_scale=0.5, layer_types=["full_attention"] * 2,
     )  # fmt: skip

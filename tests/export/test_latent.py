@@ -44,7 +44,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def merging(checkpoint: Path) -> Path:
-    """An artifact whose cache merges latents."""
     return build(recipe_of(checkpoint, 32, "keepkv", merge_every=1), checkpoint.parent / "merging")
 
 

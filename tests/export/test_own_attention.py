@@ -5,17 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import (
-    BloomConfig,
-    CodeGenConfig,
-    FalconConfig,
-    GPTJConfig,
-    GPTNeoConfig,
-    GPTNeoXJapaneseConfig,
-    MptConfig,
-    OpenAIGPTConfig,
-    XGLMConfig,
-)
+import transformers as hf
 
 from kvexport.engine.engine import Engine
 from kvexport.engine.load import load
@@ -31,23 +21,23 @@ GPT = {**TOKENS, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
 SIZES = {**TOKENS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512}
 CONFIGS: dict[str, Any] = {
     # Slopes of six heads are no powers of two alone.
-    "bloom": lambda: BloomConfig(**TOKENS, hidden_size=96, n_layer=2, n_head=6),
-    "codegen": lambda: CodeGenConfig(**GPT, rotary_dim=8),
-    "falcon": lambda: FalconConfig(**SIZES),
-    "falcon with KV heads": lambda: FalconConfig(**SIZES, new_decoder_architecture=True, num_kv_heads=2),
-    "falcon with ALiBi": lambda: FalconConfig(
+    "bloom": lambda: hf.BloomConfig(**TOKENS, hidden_size=96, n_layer=2, n_head=6),
+    "codegen": lambda: hf.CodeGenConfig(**GPT, rotary_dim=8),
+    "falcon": lambda: hf.FalconConfig(**SIZES),
+    "falcon with KV heads": lambda: hf.FalconConfig(**SIZES, new_decoder_architecture=True, num_kv_heads=2),
+    "falcon with ALiBi": lambda: hf.FalconConfig(
         **TOKENS, hidden_size=96, num_hidden_layers=2, num_attention_heads=6, alibi=True, multi_query=False, bias=True,
         parallel_attn=False, max_position_embeddings=4096,
     ),
-    "gpt_neo": lambda: GPTNeoConfig(
+    "gpt_neo": lambda: hf.GPTNeoConfig(
         **TOKENS, hidden_size=64, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
         window_size=WINDOW, max_position_embeddings=512,
     ),
-    "gpt_neox_japanese": lambda: GPTNeoXJapaneseConfig(**SIZES),
-    "gptj": lambda: GPTJConfig(**GPT, rotary_dim=8),
-    "mpt": lambda: MptConfig(**TOKENS, d_model=64, n_layers=2, n_heads=4, attn_config={"clip_qkv": 1.0}),
-    "openai-gpt": lambda: OpenAIGPTConfig(**GPT),
-    "xglm": lambda: XGLMConfig(
+    "gpt_neox_japanese": lambda: hf.GPTNeoXJapaneseConfig(**SIZES),
+    "gptj": lambda: hf.GPTJConfig(**GPT, rotary_dim=8),
+    "mpt": lambda: hf.MptConfig(**TOKENS, d_model=64, n_layers=2, n_heads=4, attn_config={"clip_qkv": 1.0}),
+    "openai-gpt": lambda: hf.OpenAIGPTConfig(**GPT),
+    "xglm": lambda: hf.XGLMConfig(
         **{**TOKENS, "pad_token_id": 1}, d_model=64, ffn_dim=96, num_layers=2, attention_heads=4,
         max_position_embeddings=512,
     ),

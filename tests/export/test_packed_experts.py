@@ -40,7 +40,6 @@ HALVES = np.array(E2M1) / 2
 
 
 def compressed(n: int, k: int, seed: int, *, group: int = 16) -> Made:
-    """Return a symmetric 4-bit weight in compressed-tensors' pack-quantized format."""
     rng = np.random.default_rng(seed)
     numbers, scale = rng.integers(-8, 8, (n, k)), (rng.random((n, k // group)) * 0.02 + 0.01).astype(np.float16)
     stored = {"weight_packed": words(numbers + 8, 4), "weight_scale": scale, "weight_shape": np.array([n, k], np.int64)}

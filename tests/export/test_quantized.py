@@ -231,39 +231,34 @@ COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 
 
 def rotated(*places: str) -> dict[str, Any]:
-    """Return a transform_config of compressed-tensors with rotations in these places."""
     steps = [{"targets": ["down_proj"], "location": place} for place in places]
     return {"config_groups": {"R": {"type": "hadamard", "apply": steps}}}
 
 
-@pytest.mark.parametrize(
-    ("change", "config", "message"),
-    [
-        ({"scales": lambda x: None}, {}, "and no 'model.layers.1.mlp.down_proj.scales'"),
-        ({"scales": lambda x: x[:2]}, {}, r"F16 \[2, 32\], expected F16 or BF16 or F32 \[4, 32\]"),
-        ({"qzeros": lambda x: x[:, :2]}, {}, r"I32 \[4, 2\], expected I32 \[4, 4\]"),
-        ({"qweight": lambda x: x.astype(np.int16)}, {}, "is I16"),
-        ({"qweight": lambda x: x[:4]}, {}, r"F16 \[4, 32\], expected .* \[2, 32\]"),
-        ({"g_idx": lambda x: x * 0}, {}, "groups that are not all of 16"),
-        ({"g_idx": lambda x: x * 0 - 7}, {}, "groups that are not all of 16"),
-        ({"g_idx": lambda x: x + 1000}, {}, "groups that are not all of 16"),
-        ({"g_idx": lambda x: x[:5]}, {}, r"I32 \[5\], expected I32 or I64 \[64\]"),
-        ({}, {"group_size": 24}, "groups of 24 inputs do not divide"),
-        ({}, {"group_size": 8}, "groups of 8 inputs, expected 16 to 256"),
-        ({}, {"bits": 3}, "gptq of 3 bits"),
-        ({}, {"checkpoint_format": "marlin"}, "gptq of format 'marlin'"),
-        ({}, {"quant_method": "hqq"}, "quantized as hqq, which is not read here"),
-        ({}, {"quant_method": "bitnet"}, "quantized as bitnet, which is not read here"),
-        ({}, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes of 8 bits, which is not read here"),
-        ({}, {"quant_method": "bitsandbytes", "load_in_4bit": True}, r"\(bitsandbytes\), and no tensor is"),
-        ({}, {"quant_method": "awq", "version": "gemv"}, "awq of version 'gemv'"),
-        ({}, {"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24'"),
-        ({}, {**COMPRESSED, "transform_config": rotated("weight_output", "input")}, r"at run time \(R: 'input'\)"),
-        ({}, {**COMPRESSED, "transform_config": rotated("weight_input")}, "compressed-tensors.*and no tensor is"),
-        ({}, {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "modelopt w4a8_awq"),
-        ({}, {"quant_method": "fp8"}, r"says that weights are quantized \(fp8\), and no tensor is"),
-    ],
-)
+@pytest.mark.parametrize(("change", "config", "message"), [
+    ({"scales": lambda x: None}, {}, "and no 'model.layers.1.mlp.down_proj.scales'"),
+    ({"scales": lambda x: x[:2]}, {}, r"F16 \[2, 32\], expected F16 or BF16 or F32 \[4, 32\]"),
+    ({"qzeros": lambda x: x[:, :2]}, {}, r"I32 \[4, 2\], expected I32 \[4, 4\]"),
+    ({"qweight": lambda x: x.astype(np.int16)}, {}, "is I16"),
+    ({"qweight": lambda x: x[:4]}, {}, r"F16 \[4, 32\], expected .* \[2, 32\]"),
+    ({"g_idx": lambda x: x * 0}, {}, "groups that are not all of 16"),
+    ({"g_idx": lambda x: x * 0 - 7}, {}, "groups that are not all of 16"),
+    ({"g_idx": lambda x: x + 1000}, {}, "groups that are not all of 16"),
+    ({"g_idx": lambda x: x[:5]}, {}, r"I32 \[5\], expected I32 or I64 \[64\]"),
+    ({}, {"group_size": 24}, "groups of 24 inputs do not divide"),
+    ({}, {"group_size": 8}, "groups of 8 inputs, expected 16 to 256"), ({}, {"bits": 3}, "gptq of 3 bits"),
+    ({}, {"checkpoint_format": "marlin"}, "gptq of format 'marlin'"),
+    ({}, {"quant_method": "hqq"}, "quantized as hqq, which is not read here"),
+    ({}, {"quant_method": "bitnet"}, "quantized as bitnet, which is not read here"),
+    ({}, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes of 8 bits, which is not read here"),
+    ({}, {"quant_method": "bitsandbytes", "load_in_4bit": True}, r"\(bitsandbytes\), and no tensor is"),
+    ({}, {"quant_method": "awq", "version": "gemv"}, "awq of version 'gemv'"),
+    ({}, {"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24'"),
+    ({}, {**COMPRESSED, "transform_config": rotated("weight_output", "input")}, r"at run time \(R: 'input'\)"),
+    ({}, {**COMPRESSED, "transform_config": rotated("weight_input")}, "compressed-tensors.*and no tensor is"),
+    ({}, {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "modelopt w4a8_awq"),
+    ({}, {"quant_method": "fp8"}, r"says that weights are quantized \(fp8\), and no tensor is"),
+])  # fmt: skip
 def test_tensors_that_do_not_fit_are_refused_from_their_headers(
     tmp_path: Path, tiny_checkpoint: Path, change: dict[str, Any], config: dict[str, Any], message: str
 ) -> None:
@@ -321,14 +316,11 @@ def places(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [*([above] if above else []), *(p for key, item in items for p in places(item, (*above, key)))]
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (np.nan, "scales of tensor .* hold values that are infinite or NaN"),
-        (np.inf, "scales of tensor .* hold values that are infinite or NaN"),
-        (0, "scales of tensor 'model.layers.1.mlp.down_proj.scales' hold a 0"),
-    ],
-)
+@pytest.mark.parametrize(("value", "message"), [
+    (np.nan, "scales of tensor .* hold values that are infinite or NaN"),
+    (np.inf, "scales of tensor .* hold values that are infinite or NaN"),
+    (0, "scales of tensor 'model.layers.1.mlp.down_proj.scales' hold a 0"),
+])  # fmt: skip
 def test_scales_that_are_none_are_refused(tmp_path: Path, tiny_checkpoint: Path, value: float, message: str) -> None:
     folder = tmp_path / "quantized"
     quantized(tiny_checkpoint, folder, GPTQ, gptq)

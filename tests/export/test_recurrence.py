@@ -270,14 +270,11 @@ def test_the_kernel_writes_the_state_over_itself() -> None:
 
 
 @pytest.mark.skipif(library() is None, reason="the native operators are not built")
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"key_heads": 2}, "3 heads are no multiple of 2 key heads"),
-        ({"update_rule": "other"}, "the update rule 'other' is unknown"),
-        ({"update_rule": "gated"}, "beta has no use with the rule gated"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "problem"), [
+    ({"key_heads": 2}, "3 heads are no multiple of 2 key heads"),
+    ({"update_rule": "other"}, "the update rule 'other' is unknown"),
+    ({"update_rule": "gated"}, "beta has no use with the rule gated"),
+])  # fmt: skip
 def test_a_malformed_node_is_refused(changes: dict[str, Any], problem: str) -> None:
     sizes = {"batch": 1, "tokens": 2, "heads": 3, "key_heads": 3, "key": 4, "value": 4}
     inputs = _numbers("gated_delta", sizes, False, torch.Generator())

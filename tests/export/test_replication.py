@@ -65,8 +65,6 @@ def make_plan(model: Any, mode: Any) -> CachePlan:
 
 @dataclass(frozen=True)
 class Traces:
-    """The traces of one decoder."""
-
     copied: ir.Model  # decoder whose layers were copied
     whole: ir.Model  # decoder that was traced whole
     given: tuple[ir.Model, Layers, CachePlan]  # arguments of replicate_layers
@@ -145,7 +143,6 @@ def parameter(model: ir.Model, layer: int, name: str) -> ir.Value:
 
 
 def reader(model: ir.Model, layer: int, name: str) -> ir.Node:
-    """Return the node that reads a layer's parameter."""
     (use,) = parameter(model, layer, name).uses()
     return use.node
 

@@ -8,15 +8,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from transformers import (
-    AutoModelForImageTextToText,
-    Gemma3TextConfig,
-    Gemma4UnifiedConfig,
-    Mistral3Config,
-    MistralConfig,
-    PixtralVisionConfig,
-    Qwen3VLConfig,
-)
+import transformers as hf
 
 from kvexport.artifact.reading import load_manifest
 from kvexport.engine.load import load
@@ -29,12 +21,12 @@ TOKENS = {"image_token_id": 99, "video_token_id": 98, "vision_start_token_id": 9
 QWEN_VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
                "deepstack_visual_indexes": [0, 1]}  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
-PIXTRAL = PixtralVisionConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+PIXTRAL = hf.PixtralVisionConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
 WRAPPERS: dict[str, Callable[[], Any]] = {
-    "qwen3_vl": lambda: Qwen3VLConfig(
+    "qwen3_vl": lambda: hf.Qwen3VLConfig(
         text_config={**TEXT, "head_dim": 16, "rope_parameters": ROPE}, vision_config=QWEN_VISION, **TOKENS
     ),
-    "gemma4_unified": lambda: Gemma4UnifiedConfig(
+    "gemma4_unified": lambda: hf.Gemma4UnifiedConfig(
         text_config={
             **TEXT,
             "head_dim": 16,
@@ -51,8 +43,8 @@ WRAPPERS: dict[str, Callable[[], Any]] = {
         video_token_id=98,
         audio_token_id=97,
     ),
-    "mistral3": lambda: Mistral3Config(
-        text_config=MistralConfig(**TEXT, head_dim=16), vision_config=PIXTRAL, image_token_index=99
+    "mistral3": lambda: hf.Mistral3Config(
+        text_config=hf.MistralConfig(**TEXT, head_dim=16), vision_config=PIXTRAL, image_token_index=99
     ),
 }
 
@@ -61,7 +53,7 @@ WRAPPERS: dict[str, Callable[[], Any]] = {
 def test_logits_are_those_of_the_whole_model_and_no_encoder_is_written(name: str, tmp_path: Path) -> None:
     config = WRAPPERS[name]()
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config)
+    model = hf.AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.15)
@@ -83,7 +75,7 @@ def test_logits_are_those_of_the_whole_model_and_no_encoder_is_written(name: str
 
 def test_a_model_without_weights_takes_no_memory_for_parameters() -> None:
     """Gemma's embedding has a buffer, its scale, beside a parameter with more numbers than any other."""
-    model = on_meta(Gemma3TextConfig(**models.SIZES, head_dim=16), torch.float32, 512)
+    model = on_meta(hf.Gemma3TextConfig(**models.SIZES, head_dim=16), torch.float32, 512)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert not any(buffer.is_meta for buffer in model.buffers())
     assert float(model.model.embed_tokens.embed_scale) == models.SIZES["hidden_size"] ** 0.5

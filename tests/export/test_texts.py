@@ -27,7 +27,6 @@ from tests.support.models import make_recipe
 
 @pytest.fixture
 def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
-    """A copy of the tiny checkpoint that a test may change."""
     copy = tmp_path / "checkpoint"
     copy.mkdir()
     for file in tiny_checkpoint.iterdir():
@@ -162,16 +161,11 @@ def in_config(checkpoint: Path, **settings: object) -> None:
     (checkpoint / "config.json").write_text(json.dumps({**config, **settings}))
 
 
-@pytest.mark.parametrize(
-    ("config", "generation_config", "ends"),
-    [
-        ({"eos_token_id": 7}, None, (7,)),
-        ({"eos_token_id": [63, 7]}, None, (63, 7)),
-        ({"eos_token_id": None, "text_config": {"eos_token_id": 7}}, None, (7,)),
-        ({"eos_token_id": 7}, {"eos_token_id": 9}, (9,)),
-        ({"eos_token_id": 7}, {"temperature": 1.0}, ()),
-    ],
-)
+@pytest.mark.parametrize(("config", "generation_config", "ends"), [
+    ({"eos_token_id": 7}, None, (7,)), ({"eos_token_id": [63, 7]}, None, (63, 7)),
+    ({"eos_token_id": None, "text_config": {"eos_token_id": 7}}, None, (7,)),
+    ({"eos_token_id": 7}, {"eos_token_id": 9}, (9,)), ({"eos_token_id": 7}, {"temperature": 1.0}, ()),
+])  # fmt: skip
 def test_an_answer_ends_where_transformers_ends_it(
     checkpoint: Path,
     tmp_path: Path,

@@ -45,7 +45,6 @@ def test_pips_last_line_is_shown_if_it_fails(tmp_path: Path, monkeypatch: pytest
 
 
 def packed(members: dict[str, bytes]) -> bytes:
-    """Return the bytes of a wheel."""
     written = io.BytesIO()
     with zipfile.ZipFile(written, "w") as archive:
         for name, content in members.items():

@@ -61,7 +61,6 @@ FILES: dict[str, Callable[[], bytes]] = {
     params=["llava", "llava_next", "llava_onevision", "internvl", "smolvlm", "square", "qwen2_vl", "glm4v", "mistral3"],
 )
 def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ImageSpec]:
-    """A processor of transformers, and kvexport's description of it."""
     folder, square = tmp_path_factory.mktemp("processor"), request.param == "square"
     config = vision.save_processor("llava" if square else request.param, folder)
     processor = exporter.read_processor(folder, config)
@@ -110,21 +109,16 @@ def test_images_are_put_on_white_band_by_band(monkeypatch: pytest.MonkeyPatch) -
         assert np.array_equal(np.asarray(decode.read_image(data)), whole)
 
 
-@pytest.mark.parametrize(
-    ("data", "problem"),
-    [
-        (b"", "no image in one of the formats"),
-        (b"no image at all", "no image in one of the formats"),
-        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no image in one of the formats"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "no image in one of the formats"),
-        (png(picture(64, 64))[:3000], "cannot be decoded"),
-        (png(picture(64, 64), format="JPEG")[:900], "cannot be decoded"),
-        (png(picture(9, 9), format="TIFF"), "no image in one of the formats"),
-        (png(Image.new("1", (9000, 9000))), "pixels"),
-        (png(Image.new("1", (20_000, 20_000))), "pixels"),
-        (bytes(decode.MOST_BYTES + 1), "MiB"),
-    ],
-)
+@pytest.mark.parametrize(("data", "problem"), [
+    (b"", "no image in one of the formats"), (b"no image at all", "no image in one of the formats"),
+    (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no image in one of the formats"),
+    (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "no image in one of the formats"),
+    (png(picture(64, 64))[:3000], "cannot be decoded"),
+    (png(picture(64, 64), format="JPEG")[:900], "cannot be decoded"),
+    (png(picture(9, 9), format="TIFF"), "no image in one of the formats"),
+    (png(Image.new("1", (9000, 9000))), "pixels"), (png(Image.new("1", (20_000, 20_000))), "pixels"),
+    (bytes(decode.MOST_BYTES + 1), "MiB"),
+])  # fmt: skip
 def test_files_that_are_no_whole_small_images_are_refused(data: bytes, problem: str, tmp_path: Path) -> None:
     file = tmp_path / "picture.png"
     file.write_bytes(data)

@@ -267,7 +267,6 @@ def test_chat_without_a_template_is_refused(tiny_artifact: Path) -> None:
 
 @pytest.fixture(scope="module")
 def real_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct with KeepKV in 512 slots."""
     smollm2.checkpoint()
     recipe = load_recipe("smollm2-135m-keepkv", ["limits.max_length=2048", "limits.max_batch=2"]).recipe
     return build(recipe, tmp_path_factory.mktemp("smollm2") / "artifact")

@@ -20,7 +20,6 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 
 
 def read(text: str, cuts: list[int], opened: bool = False, tools: bool = False) -> tuple[str, str, list[str]]:
-    """Return the reasoning, the text and the names of the calls."""
     inner: Any = HERMES.reader([TOOL]) if tools else PlainReader()
     reader = ReasoningReader(opened, inner)
     ends = [0, *cuts, len(text)]
@@ -33,22 +32,15 @@ def read(text: str, cuts: list[int], opened: bool = False, tools: bool = False) 
     return parts[0], parts[1], [piece.name for piece in pieces if piece.kind == "call"]
 
 
-@pytest.mark.parametrize(
-    ("text", "opened", "expected"),
-    [
-        ("<think>\nit is 4\n</think>\n\nFour.", False, ("it is 4", "Four.")),
-        ("\nit is 4\n</think>\n\nFour.\n", True, ("it is 4", "Four.\n")),
-        ("  <think>a < b </thin and\n\n</think>x", False, ("a < b </thin and", "x")),
-        ("<think>\n\n</think>\n\nFour.", False, ("", "Four.")),
-        ("<think>cut short </th", False, ("cut short </th", "")),
-        ("<think>ends here</think>", False, ("ends here", "")),
-        ("<thin air", False, ("", "<thin air")),
-        ("Four. <think>no</think>", False, ("", "Four. <think>no</think>")),
-        (" \n", False, ("", " \n")),
-        ("", True, ("", "")),
-        ("<think>a</think>b</think>c", False, ("a", "b</think>c")),
-    ],
-)
+@pytest.mark.parametrize(("text", "opened", "expected"), [
+    ("<think>\nit is 4\n</think>\n\nFour.", False, ("it is 4", "Four.")),
+    ("\nit is 4\n</think>\n\nFour.\n", True, ("it is 4", "Four.\n")),
+    ("  <think>a < b </thin and\n\n</think>x", False, ("a < b </thin and", "x")),
+    ("<think>\n\n</think>\n\nFour.", False, ("", "Four.")), ("<think>cut short </th", False, ("cut short </th", "")),
+    ("<think>ends here</think>", False, ("ends here", "")), ("<thin air", False, ("", "<thin air")),
+    ("Four. <think>no</think>", False, ("", "Four. <think>no</think>")), (" \n", False, ("", " \n")),
+    ("", True, ("", "")), ("<think>a</think>b</think>c", False, ("a", "b</think>c")),
+])  # fmt: skip
 def test_every_cut_of_an_answer_gives_the_same_parts(text: str, opened: bool, expected: tuple[str, str]) -> None:
     rng = np.random.default_rng(0)
     assert read(text, [], opened)[:2] == expected

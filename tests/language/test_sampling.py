@@ -52,10 +52,6 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def is_borderline(generation: GenerationSettings, prompt: list[int], generated: list[int], logits: np.ndarray) -> bool:
-    """Return whether rounding decides if a token stays.
-
-    This is so if a cumulative sum or a ratio of probabilities is within 1e-5 of its bound.
-    """
     before = reference_scores(
         GenerationSettings(**{**generation.__dict__, "top_p": 1.0, "min_p": 0.0}), prompt, generated, logits
     )  # penalty, eos, temperature and top_k do not round
@@ -110,7 +106,6 @@ def cases(draw: st.DrawFn) -> tuple[GenerationSettings, list[int], list[int], np
 
 
 def openai_settings(size: int) -> st.SearchStrategy[dict[str, Any]]:
-    """Return a strategy for settings that transformers does not have."""
     penalty = st.sampled_from([0.0, 0.5, 2.0, -0.5])
     bias = st.dictionaries(st.integers(0, size - 1), st.sampled_from([-100.0, -1.5, 0.25, 100.0]), max_size=4)
     return st.fixed_dictionaries({"presence_penalty": penalty, "frequency_penalty": penalty, "logit_bias": bias})
@@ -358,17 +353,12 @@ def test_a_sampler_continues_from_its_state_as_text(options: dict[str, Any], at:
     assert restored.state() == whole.state()
 
 
-@pytest.mark.parametrize(
-    ("damage", "named"),
-    [
-        (lambda state: state.pop("random"), "random"),
-        (lambda state: state.update(generated=["?"]), "no state"),
-        (lambda state: state.update(generated=[64]), "out of range"),
-        (lambda state: state.update(random=[-1, 1]), "out of range"),
-        (lambda state: state.update(random=[]), "do_sample"),
-        (lambda state: state.update(random=[1]), "do_sample"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "named"), [
+    (lambda state: state.pop("random"), "random"), (lambda state: state.update(generated=["?"]), "no state"),
+    (lambda state: state.update(generated=[64]), "out of range"),
+    (lambda state: state.update(random=[-1, 1]), "out of range"), (lambda state: state.update(random=[]), "do_sample"),
+    (lambda state: state.update(random=[1]), "do_sample"),
+])  # fmt: skip
 def test_a_damaged_state_of_a_sampler_is_refused(damage: Any, named: str) -> None:
     sampler = Sampler(GenerationSettings(do_sample=True), [1], 64)
     state: Any = sampler.state()

@@ -62,21 +62,11 @@ def test_impossible_settings_name_the_field(bad: dict[str, Any]) -> None:
 
 def test_a_generation_config_is_read_as_transformers_reads_it() -> None:
     data = {
-        "_from_model_config": True,
-        "bos_token_id": 1,
-        "pad_token_id": None,
-        "eos_token_id": [151645, 151643],
-        "do_sample": True,
-        "temperature": 0.6,
-        "top_p": 0.9,
-        "max_length": 4096,
-        "repetition_penalty": None,
-        "num_beams": 1,
-        "bad_words_ids": [],
-        "a_key_of_the_future": 3,
-        "stop_strings": "END",
+        "_from_model_config": True, "bos_token_id": 1, "pad_token_id": None, "eos_token_id": [151645, 151643],
+        "do_sample": True, "temperature": 0.6, "top_p": 0.9, "max_length": 4096, "repetition_penalty": None,
+        "num_beams": 1, "bad_words_ids": [], "a_key_of_the_future": 3, "stop_strings": "END",
         "transformers_version": "5.23.0",
-    }
+    }  # fmt: skip
     read = GenerationSettings.from_generation_config(data, seed=4, top_p=0.5, temperature=None)
     expected = GenerationSettings(
         do_sample=True,
@@ -111,17 +101,10 @@ def test_the_neutral_values_are_those_of_transformers() -> None:
     assert differing == set()
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("num_beams", 4),
-        ("no_repeat_ngram_size", 3),
-        ("suppress_tokens", [1]),
-        ("guidance_scale", 2.0),
-        ("min_length", 5),
-        ("typical_p", 0.5),
-    ],
-)
+@pytest.mark.parametrize(("key", "value"), [
+    ("num_beams", 4), ("no_repeat_ngram_size", 3), ("suppress_tokens", [1]), ("guidance_scale", 2.0), ("min_length", 5),
+    ("typical_p", 0.5),
+])  # fmt: skip
 def test_unsupported_generation_settings_are_refused_by_name(key: str, value: Any) -> None:
     with pytest.raises(UsageError, match=rf"{key} = ") as caught:
         GenerationSettings.from_generation_config({key: value, "do_sample": True})

@@ -36,7 +36,6 @@ def spelled(data: bytes) -> str:
 
 
 def ids_of_bytes(tokenizer: Tokenizer, data: bytes) -> list[int]:
-    """Return the ids of single bytes, in a byte-fallback or a byte-level vocabulary."""
     tokens = [(tokenizer.token_id(BYTES[value]), tokenizer.token_id(spelled(bytes([value])))) for value in data]
     return [byte_level if fallback is None else fallback for fallback, byte_level in tokens]  # type: ignore[misc]
 
@@ -44,18 +43,9 @@ def ids_of_bytes(tokenizer: Tokenizer, data: bytes) -> list[int]:
 def odd_bytes() -> Tokenizer:
     """Return a tokenizer whose byte-level tokens begin and end inside characters, as merges across them give."""
     pieces = [
-        b"\xff",
-        b"a\xff",
-        b"a",
-        b"\xe5",
-        b"\xad",
-        b"\x97",
-        b"\xad\x97\xe5",
-        b"b\xe5\xad",
-        b"\xf0\x9f",
-        b"\x98\x80\xf0\x9f",
-        b"\x98\x80 ",
-    ]
+        b"\xff", b"a\xff", b"a", b"\xe5", b"\xad", b"\x97", b"\xad\x97\xe5", b"b\xe5\xad", b"\xf0\x9f",
+        b"\x98\x80\xf0\x9f", b"\x98\x80 ",
+    ]  # fmt: skip
     inner = tokenizers.Tokenizer(
         models.WordLevel({spelled(piece): i for i, piece in enumerate(pieces)}, unk_token=spelled(b"a"))
     )
@@ -79,10 +69,6 @@ def byte_level(merges: bool) -> Tokenizer:
 
 
 def llama_like() -> Tokenizer:
-    """Return a tokenizer with Llama 2's pipeline.
-
-    A normalizer makes the metaspace, unknown characters become bytes, and the first space is dropped.
-    """
     trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trained.train_from_iterator(

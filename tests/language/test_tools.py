@@ -300,18 +300,13 @@ def test_tool_choice_selects_the_callable_tools() -> None:
         choose([], "required")
 
 
-@pytest.mark.parametrize(
-    ("tools", "named"),
-    [
-        ([3], r"tools\[0\] is no function"),
-        ([NOW, {"type": "retrieval"}], r"tools\[1\] is no function"),
-        ([{"type": "function", "function": {}}], r"name of tools\[0\] is 'None'"),
-        ([{"type": "function", "function": {"name": 'a"b'}}], r"name of tools\[0\]"),
-        ([{"type": "function", "function": {"name": "a", "parameters": []}}], "parameters is a list"),
-        ([NOW, NOW], "two tools are named 'now'"),
-        ([NOW] * 129, "129 tools"),
-    ],
-)
+@pytest.mark.parametrize(("tools", "named"), [
+    ([3], r"tools\[0\] is no function"), ([NOW, {"type": "retrieval"}], r"tools\[1\] is no function"),
+    ([{"type": "function", "function": {}}], r"name of tools\[0\] is 'None'"),
+    ([{"type": "function", "function": {"name": 'a"b'}}], r"name of tools\[0\]"),
+    ([{"type": "function", "function": {"name": "a", "parameters": []}}], "parameters is a list"),
+    ([NOW, NOW], "two tools are named 'now'"), ([NOW] * 129, "129 tools"),
+])  # fmt: skip
 def test_invalid_tools_are_named(tools: list[Any], named: str) -> None:
     with pytest.raises(UsageError, match=named):
         check_tools(tools)

@@ -21,29 +21,20 @@ from tests.support import models
 
 TYPES = {"float16": onnx.TensorProto.FLOAT16, "float32": onnx.TensorProto.FLOAT}
 FORMS = [
-    Form(),
-    Form(bias=(1,)),
-    Form(gate=1),
-    Form(residual=1),
-    Form(output_heads=(2,), bias=(1,)),
-    Form(output_heads=(1,)),
-    Form(input_heads=2, residual=1),
-    Form(input_heads=3, output_heads=(2,), bias=(1,), gate=1, residual=1),
-    Form(norm=1, epsilon=1e-5, gate=1),
+    Form(), Form(bias=(1,)), Form(gate=1), Form(residual=1), Form(output_heads=(2,), bias=(1,)),
+    Form(output_heads=(1,)), Form(input_heads=2, residual=1),
+    Form(input_heads=3, output_heads=(2,), bias=(1,), gate=1, residual=1), Form(norm=1, epsilon=1e-5, gate=1),
     Form(output_heads=(0, 0), bias=(0, 1), rotated=(0, 0)),
     Form(norm=1, epsilon=1e-6, output_heads=(2, 1, 0), bias=(1, 0, 1), rotated=(1, 1, 0)),
-    Form(output_heads=(2, 2), bias=(0, 0), rotated=(0, 1)),
-    Form(adapted=(1,)),
-    Form(input_heads=2, bias=(1,), gate=1, residual=1, adapted=(1, 1)),
-    Form(gate=1, adapted=(0, 1)),
+    Form(output_heads=(2, 2), bias=(0, 0), rotated=(0, 1)), Form(adapted=(1,)),
+    Form(input_heads=2, bias=(1,), gate=1, residual=1, adapted=(1, 1)), Form(gate=1, adapted=(0, 1)),
     Form(norm=1, epsilon=1e-6, output_heads=(2, 1, 0), bias=(1, 0, 1), rotated=(1, 1, 0), adapted=(1, 0, 1)),
-]
+]  # fmt: skip
 RANKS = {"input": 3, "norm": 1, "bias": 1, "residual": 3, "cosine": 3, "sine": 3, "adapter_rows": 3}  # all others: 2
 ADAPTER_ROWS = 13
 
 
 def model_of(form: Form, dtype: str, shape: list[Any], weight: list[Any], function: bool) -> onnx.ModelProto:
-    """Return a model of one Linear node whose weights are inputs."""
     kind = TYPES[dtype]
     value = helper.make_tensor_value_info
     shapes: dict[str, list[Any]] = {name: [None] * RANKS.get(name.rstrip("012"), 2) for name in form.inputs}
@@ -74,7 +65,6 @@ def needs_library() -> None:
 
 
 def meaning(form: Form, input: torch.Tensor, **terms: torch.Tensor) -> list[torch.Tensor]:
-    """Return the outputs of Linear by its definition in PyTorch."""
     rows = input.transpose(1, 2).flatten(2) if form.input_heads else input
     if form.norm:
         rows = torch.nn.functional.rms_norm(rows, rows.shape[-1:], terms["norm"], form.epsilon)
@@ -104,14 +94,9 @@ def meaning(form: Form, input: torch.Tensor, **terms: torch.Tensor) -> list[torc
 # panels of them; sizes that fill no vector, and sizes with many tasks. Inputs are multiples of 6 and outputs of 2, for
 # heads.
 SIZES = [
-    (1, 1, 66, 48),
-    (1, 1, 6, 2),
-    (1, 3, 30, 8),
-    (2, 2, 258, 130),
-    (3, 11, 96, 516),
-    (1, 48, 546, 66),
+    (1, 1, 66, 48), (1, 1, 6, 2), (1, 3, 30, 8), (2, 2, 258, 130), (3, 11, 96, 516), (1, 48, 546, 66),
     (2, 300, 1002, 70),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.overload or "plain")
@@ -169,16 +154,13 @@ def test_no_rows_give_no_rows() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("form", "shape", "weight", "problem"),
-    [
-        (Form(), ["T", 8], [4, 9], r"Linear: input \[\?, 8\] does not fit a weight \[4, 9\]"),
-        (Form(input_heads=2), ["B", 2, "T", 8], [4, 8], r"\[\?, 2, \?, 8\] does not fit a weight \[4, 8\] with 2"),
-        (Form(input_heads=2), ["B", 3, "T", 8], [4, 16], "does not fit"),
-        (Form(output_heads=(3,)), ["B", "T", 8], [4, 8], "with 0 input heads and 3 output heads"),
-        (Form(output_heads=(2,)), ["T", 8], [4, 8], "does not fit"),
-    ],
-)
+@pytest.mark.parametrize(("form", "shape", "weight", "problem"), [
+    (Form(), ["T", 8], [4, 9], r"Linear: input \[\?, 8\] does not fit a weight \[4, 9\]"),
+    (Form(input_heads=2), ["B", 2, "T", 8], [4, 8], r"\[\?, 2, \?, 8\] does not fit a weight \[4, 8\] with 2"),
+    (Form(input_heads=2), ["B", 3, "T", 8], [4, 16], "does not fit"),
+    (Form(output_heads=(3,)), ["B", "T", 8], [4, 8], "with 0 input heads and 3 output heads"),
+    (Form(output_heads=(2,)), ["T", 8], [4, 8], "does not fit"),
+])  # fmt: skip
 def test_mismatched_sizes_are_refused_when_the_session_is_created(
     form: Form, shape: Any, weight: Any, problem: str
 ) -> None:
@@ -378,7 +360,6 @@ def test_an_engine_generates_equal_tokens_with_and_without_the_kernel(
 
 @pytest.mark.parametrize("rows", [1, 12, 256])
 def test_rounding_errors_do_not_add_up_over_the_inputs(rows: int) -> None:
-    """Rounding errors do not accumulate over the inputs: a running sum of 1536 has an error of 7e-7 and more."""
     needs_library()
     rng = np.random.default_rng(rows)
     x, weight = (rng.normal(size=shape).astype(np.float32) for shape in ((1, rows, 1536), (576, 1536)))

@@ -86,7 +86,6 @@ def packed_weight(
 
 
 def model_of(form: Form, dtype: str, shapes: dict[str, Sequence[Any]], weights: list[TensorProto]) -> onnx.ModelProto:
-    """Return a model of one Linear node. Tensors that are no weights are inputs of these shapes."""
     outputs = [f"output{i}" for i in range(form.count)]
     node = helper.make_node(
         "Linear", form.inputs, outputs, domain="kvexport", overload=form.overload, **form.attributes
@@ -155,7 +154,6 @@ def test_products_equal_those_of_the_dequantized_weights(packing: PackedFormat, 
 def test_rows_are_rounded_to_16_bits_and_those_of_prompts_to_8_without_large_numbers(
     packing: PackedFormat, rows: int
 ) -> None:
-    """Rows are rounded to 16 bits, and those of prompts to 8 without large numbers, on machines without tiles."""
     needs_library()
     rng = np.random.default_rng(rows)
     weights, weight = packed_weight(rng, packing, "weight0", 35, 1536)
@@ -306,21 +304,18 @@ def test_attributes_that_contradict_the_weights_are_refused(change: dict[str, An
         session(model, True)
 
 
-@pytest.mark.parametrize(
-    ("packing", "part", "instead", "problem"),
-    [
-        (FORMATS[2], "", np.zeros((5, 256), np.float32), "input 1 is a packed weight, and of no type of 4 or 8 bits"),
-        (FORMATS[2], "", np.zeros((5, 256), np.uint8), "input 3 is a zero point, and of another type than its weight"),
-        (FORMATS[2], "_scale", np.zeros((5, 8), np.int8), "input 2 is a scale or a minimum, and neither"),
-        (FORMATS[2], "_scale", np.zeros((5, 9), np.float32), r"does not fit a scale, zero point or minimum \[5, 9\]"),
-        (FORMATS[2], "_scale", np.zeros((8,), np.float32), r"does not fit a scale, zero point or minimum \[8\]"),
-        (FORMATS[2], "_zero", np.zeros((5, 8), np.uint8), "input 3 is a zero point, and of another type than its"),
-        (TWO, "", np.zeros((5, 64), np.int8), "input 1 is a weight of 2 or 3 bits, and not uint8"),
-        (TWO, "_minimum", np.zeros((5, 16), np.int8), "input 3 is a scale or a minimum, and not uint4"),
-        (THREE, "_scale", np.zeros((5, 16), np.uint8), r"does not fit a scale, zero point or minimum \[5, 16\]"),
-        (THREE, "_high", np.zeros((5, 64), np.uint8), r"upper bits of a weight, .* \[5, 64\] and not \[5, 32\]"),
-    ],
-)
+@pytest.mark.parametrize(("packing", "part", "instead", "problem"), [
+    (FORMATS[2], "", np.zeros((5, 256), np.float32), "input 1 is a packed weight, and of no type of 4 or 8 bits"),
+    (FORMATS[2], "", np.zeros((5, 256), np.uint8), "input 3 is a zero point, and of another type than its weight"),
+    (FORMATS[2], "_scale", np.zeros((5, 8), np.int8), "input 2 is a scale or a minimum, and neither"),
+    (FORMATS[2], "_scale", np.zeros((5, 9), np.float32), r"does not fit a scale, zero point or minimum \[5, 9\]"),
+    (FORMATS[2], "_scale", np.zeros((8,), np.float32), r"does not fit a scale, zero point or minimum \[8\]"),
+    (FORMATS[2], "_zero", np.zeros((5, 8), np.uint8), "input 3 is a zero point, and of another type than its"),
+    (TWO, "", np.zeros((5, 64), np.int8), "input 1 is a weight of 2 or 3 bits, and not uint8"),
+    (TWO, "_minimum", np.zeros((5, 16), np.int8), "input 3 is a scale or a minimum, and not uint4"),
+    (THREE, "_scale", np.zeros((5, 16), np.uint8), r"does not fit a scale, zero point or minimum \[5, 16\]"),
+    (THREE, "_high", np.zeros((5, 64), np.uint8), r"upper bits of a weight, .* \[5, 64\] and not \[5, 32\]"),
+])  # fmt: skip
 def test_parts_that_do_not_fit_are_refused(
     packing: PackedFormat, part: str, instead: np.ndarray[Any, Any], problem: str
 ) -> None:

@@ -157,15 +157,11 @@ def test_slots_that_cannot_be_counted_are_refused(section: tuple[str, str]) -> N
     assert section[1] in caught.value.fix
 
 
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"cache": {"recent": 100}}, "has a budget of 88 slots"),
-        ({"cache": {"slack": MOST}}, "would have"),
-        ({"speculate": {"draft": "ngram"}}, "may have merged them into"),
-        ({"cache": {"periodic": {"slots": 200}}}, "evicts nothing, but"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "problem"), [
+    ({"cache": {"recent": 100}}, "has a budget of 88 slots"), ({"cache": {"slack": MOST}}, "would have"),
+    ({"speculate": {"draft": "ngram"}}, "may have merged them into"),
+    ({"cache": {"periodic": {"slots": 200}}}, "evicts nothing, but"),
+])  # fmt: skip
 def test_refusals_name_the_layer_or_the_head_that_has_the_cache(settings: dict[str, Any], problem: str) -> None:
     geometry = [LayerGeometry(8, 2, 16, 16)] * 2
     heads = {"kind": "listed", "shares": [[1, 1], [1, 1]], "whole": [0]}
@@ -213,15 +209,11 @@ def test_room_for_pinned_tokens_is_beside_every_heads_budget() -> None:
     assert cache_notes(recipe, plan) == ["64 slots of each budget are room for pinned tokens (cache.pinned)"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "windows", "why"),
-    [
-        ({"method": "full"}, 0, "the method full evicts nothing"),
-        ({"periodic": {"slots": 128}}, 0, "cache.periodic.slots is 128"),
-        ({"positions": "cache"}, 0, "cache.positions is cache"),
-        ({}, 50, "every layer has a sliding window"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "windows", "why"), [
+    ({"method": "full"}, 0, "the method full evicts nothing"),
+    ({"periodic": {"slots": 128}}, 0, "cache.periodic.slots is 128"),
+    ({"positions": "cache"}, 0, "cache.positions is cache"), ({}, 50, "every layer has a sliding window"),
+])  # fmt: skip
 def test_room_for_pinned_tokens_without_a_meaning_is_refused(settings: dict[str, Any], windows: int, why: str) -> None:
     with pytest.raises(UsageError, match=why) as caught:
         pinned_plan([LayerGeometry(8, 2, 16, 16, sliding_window=windows)], **settings)

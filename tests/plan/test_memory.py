@@ -135,19 +135,10 @@ def test_layers_that_are_alike_share_a_line(tiny_recipe: Path) -> None:
     assert all(isinstance(layer, LayerCache) for _, layer, _ in layer_groups(cosine))
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("24GB", 24 * 10**9),
-        ("24 gb", 24 * 10**9),
-        ("1.5GiB", 3 * 2**29),
-        ("512MiB", 2**29),
-        ("2KB", 2000),
-        ("7", 7),
-        ("7 B", 7),
-        ("1TB", 10**12),
-    ],
-)
+@pytest.mark.parametrize(("text", "count"), [
+    ("24GB", 24 * 10**9), ("24 gb", 24 * 10**9), ("1.5GiB", 3 * 2**29), ("512MiB", 2**29), ("2KB", 2000), ("7", 7),
+    ("7 B", 7), ("1TB", 10**12),
+])  # fmt: skip
 def test_amounts_of_memory(text: str, count: int) -> None:
     assert parse_bytes(text) == count
 

@@ -130,7 +130,6 @@ def measured_budgets(caller: PtxCaller) -> dict[str, float]:
 
 
 def _counted(caller: PtxCaller, programs: Sequence[str], run: Any) -> int:
-    """Return the instructions of some programs in a call; each of them has to run."""
     names = [f"kv::cuda::{program}" for program in programs]
     for name in names:
         caller.instructions(name)
@@ -141,7 +140,6 @@ def _counted(caller: PtxCaller, programs: Sequence[str], run: Any) -> int:
 
 
 def _merge_heads(caller: PtxCaller, method: str, budgets: Sequence[int]) -> None:
-    """Merge KV heads with these budgets in one call."""
     method_object, states, rng = all_methods()[method](), [], np.random.default_rng(3)
     for budget in budgets:
         slots = budget + EVICTED
@@ -212,7 +210,6 @@ def _merge(caller: PtxCaller, method: str, slots: int, evicted: int, dtype: str)
 
 
 def record(library: Path) -> None:
-    """Measure the figures, and rewrite their file."""
     caller = PtxCaller(library)
     caller.set_order(0, late=False, multiprocessors=1)
     held = {"compiler": resources.compiler_version(), "instructions of a warp": measured(caller)}

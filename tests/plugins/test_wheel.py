@@ -123,11 +123,7 @@ def test_the_metadata_has_addresses_and_links_that_work_on_an_index(wheel: Path)
 def test_the_wheel_runs_an_artifact_natively_in_an_empty_environment(
     index: bool, wheel: Path, tiny_artifact: Path, tmp_path: Path
 ) -> None:
-    """An engine runs with the wheel's native operators in an empty environment, into which pip installs the wheel.
-
-    With `index`, pip also installs the pinned run-time packages. Otherwise the environment reads the packages of this
-    environment by a path.
-    """
+    """An engine runs with the wheel's native operators in an empty environment, into which pip installs the wheel."""
     folder = tmp_path / "environment"
     venv.create(folder, with_pip=False)
     python, program = (folder / "bin" / name for name in ("python", "kvexport"))
@@ -223,17 +219,12 @@ def test_cmake_comes_from_the_index_where_the_system_has_none(monkeypatch: pytes
     assert hook("wheel").dependencies() == []
 
 
-@pytest.mark.parametrize(
-    ("versions", "platform"),
-    [
-        ("GLIBC_2.2.5 GLIBC_2.27 GLIBCXX_3.4.21 CXXABI_1.3.9 GCC_3.0", "manylinux_2_28_x86_64"),
-        ("GLIBC_2.17 GLIBC_2.34 GLIBCXX_3.4.24", "manylinux_2_34_x86_64"),
-        ("GLIBC_2.27 GLIBCXX_3.4.29", "linux_x86_64"),
-        ("GLIBC_2.27 CXXABI_1.3.13", "linux_x86_64"),
-        ("GLIBC_2.27 GCC_12.0.0", "linux_x86_64"),
-        ("xGLIBC_2.99 GLIBC_2.99x", "manylinux_2_28_x86_64"),
-    ],
-)
+@pytest.mark.parametrize(("versions", "platform"), [
+    ("GLIBC_2.2.5 GLIBC_2.27 GLIBCXX_3.4.21 CXXABI_1.3.9 GCC_3.0", "manylinux_2_28_x86_64"),
+    ("GLIBC_2.17 GLIBC_2.34 GLIBCXX_3.4.24", "manylinux_2_34_x86_64"), ("GLIBC_2.27 GLIBCXX_3.4.29", "linux_x86_64"),
+    ("GLIBC_2.27 CXXABI_1.3.13", "linux_x86_64"), ("GLIBC_2.27 GCC_12.0.0", "linux_x86_64"),
+    ("xGLIBC_2.99 GLIBC_2.99x", "manylinux_2_28_x86_64"),
+])  # fmt: skip
 def test_the_platform_is_that_of_the_symbols(versions: str, platform: str) -> None:
     library = b"\x7fELF\0" + b"".join(name.encode() + b"\0" for name in versions.split())
     assert hatch_build.platform_tag(library, "x86_64") == platform

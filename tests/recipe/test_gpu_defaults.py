@@ -30,7 +30,6 @@ def test_models_on_gpus_are_float16_unless_the_recipe_says_otherwise(overrides: 
 
 
 def overrides_of(monkeypatch: pytest.MonkeyPatch, device: Device | None, backend: str | None = None) -> list[str]:
-    """Return the settings with which a command reads its recipe."""
     seen: list[str] = []
 
     def recipe_of_command(verb: str, model: Any, recipe: Any, overrides: list[str], **_: Any) -> Any:

@@ -77,24 +77,14 @@ def test_budget_is_a_number_and_nothing_else(recipe_dir: Path, value: str) -> No
     assert ("1.0e-3" in problem) == (value in ("'64'", "1e-3"))
 
 
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        (".nan", "is not finite"),
-        ("-.inf", "is not finite"),
-        ("1" * 30, "does not fit 64 bits"),
-        ("9" * 5000, "is no int"),
-        ("0x" + "f" * 5000, "does not fit 64 bits"),
-        ("2020-13-45", "is no timestamp"),
-        ("!!int ''", "is no int"),
-        ("!!bool x", "is no bool"),
-        ('"a\\0b"', "holds a NUL character"),
-        ("!!python/name:os.system x", "tag 'python/name:os.system' is not allowed"),
-        ("!!python/object/apply:os.getcwd []", "is not allowed"),
-        ("!!set {a}", "is not allowed"),
-        ("!mine 3", "is not allowed"),
-    ],
-)
+@pytest.mark.parametrize(("value", "reason"), [
+    (".nan", "is not finite"), ("-.inf", "is not finite"), ("1" * 30, "does not fit 64 bits"),
+    ("9" * 5000, "is no int"), ("0x" + "f" * 5000, "does not fit 64 bits"), ("2020-13-45", "is no timestamp"),
+    ("!!int ''", "is no int"), ("!!bool x", "is no bool"), ('"a\\0b"', "holds a NUL character"),
+    ("!!python/name:os.system x", "tag 'python/name:os.system' is not allowed"),
+    ("!!python/object/apply:os.getcwd []", "is not allowed"), ("!!set {a}", "is not allowed"),
+    ("!mine 3", "is not allowed"),
+])  # fmt: skip
 def test_impossible_values_are_named_once_and_hide_no_other_mistake(recipe_dir: Path, value: str, reason: str) -> None:
     write(recipe_dir, a=SMALL + f"cache:\n  budget: {value}\n  snks: 3\n")
     first, second = problems("a")
@@ -120,23 +110,14 @@ def test_duplicate_keys_name_both_lines_and_hide_no_other_mistake(recipe_dir: Pa
     assert second.startswith("cache.sinks: ")
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "reason"),
-    [
-        ("model:\n  path: [1\n", 3, "not YAML"),
-        ("model: {path: a}\n\tcache: 1\n", 2, "not YAML"),
-        ("model: a: b\n", 1, "not YAML"),
-        ("model: {path: a}\n---\nmodel: {}\n", 2, "single document"),
-        ("model: {path: a}\nx: *nowhere\n", 2, "nowhere"),
-        ("model: {path: a}\nx: \x07\n", 2, "does not allow"),
-        ("- a\n- b\n", 1, "a mapping of keys, this is a list"),
-        ("\n\nword\n", 3, "a mapping of keys, this is a str"),
-        ("", 1, "this is empty"),
-        ("&a\nmodel: {path: x}\ncache: *a\n", 1, "contains itself"),
-        ("x: " + "[" * 200 + "]" * 200, 1, "nested too deep"),
-        ("x: " + "[" * 20000, 1, "nested too deep"),
-    ],
-)
+@pytest.mark.parametrize(("text", "line", "reason"), [
+    ("model:\n  path: [1\n", 3, "not YAML"), ("model: {path: a}\n\tcache: 1\n", 2, "not YAML"),
+    ("model: a: b\n", 1, "not YAML"), ("model: {path: a}\n---\nmodel: {}\n", 2, "single document"),
+    ("model: {path: a}\nx: *nowhere\n", 2, "nowhere"), ("model: {path: a}\nx: \x07\n", 2, "does not allow"),
+    ("- a\n- b\n", 1, "a mapping of keys, this is a list"), ("\n\nword\n", 3, "a mapping of keys, this is a str"),
+    ("", 1, "this is empty"), ("&a\nmodel: {path: x}\ncache: *a\n", 1, "contains itself"),
+    ("x: " + "[" * 200 + "]" * 200, 1, "nested too deep"), ("x: " + "[" * 20000, 1, "nested too deep"),
+])  # fmt: skip
 def test_text_that_is_no_mapping_is_reported_with_its_line(recipe_dir: Path, text: str, line: int, reason: str) -> None:
     write(recipe_dir, a=text)
     problem = one_problem("a")

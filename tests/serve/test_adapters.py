@@ -38,7 +38,6 @@ def ask(server: Running, path: str, **body: Any) -> Any:
 
 
 def texts(server: Running, model: str | None) -> list[str]:
-    """Return the answers of all APIs to one conversation."""
     name = {} if model is None else {"model": model}
     chat = ask(server, "/v1/chat/completions", messages=SAID, max_tokens=24, **name)
     message = ask(server, "/v1/messages", messages=SAID, max_tokens=24, **({"model": "tiny"} | name))

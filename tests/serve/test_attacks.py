@@ -123,7 +123,6 @@ def test_equal_messages_are_logged_once_a_second() -> None:
 
 @pytest.mark.parametrize("size", [10, MOST_VALUES])
 def test_values_are_counted_outside_of_strings(size: int) -> None:
-    """Only values outside of strings are counted, whatever escapes, brackets and commas the strings have."""
     texts = ["a,b[{:", "\\", '"', '\\"', '\\\\",[', ""] * (size // 4)
     inner = json.dumps(texts).encode()
     count = count_values(inner)

@@ -16,7 +16,6 @@ MESSAGES: list[Any] = [{"role": "user", "content": "anna lamp"}, {"role": "assis
 
 @pytest.fixture(scope="module")
 def alone(engine: Engine, server: Running) -> str:
-    """The engine's own answer: 40 tokens, far beyond the budget."""
     return engine_answer(engine, server, MESSAGES)
 
 
@@ -117,24 +116,14 @@ def test_a_prompt_that_does_not_fit_is_refused_as_too_long(client: openai.OpenAI
     assert caught.value.code == "context_length_exceeded"
 
 
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": "hello"}, "messages"),
-        ({"messages": [{"content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0"),
-        ({"temperature": -1}, "temperature"),
-        ({"temperature": "1"}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"n": 0}, "n"),
-        ({"n": 1000}, "n"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"stop": [1]}, "stop.0"),
-        ({"functions": [{}]}, "functions"),
-        ({"modalities": ["audio"]}, "modalities"),
-    ],
-)
+@pytest.mark.parametrize(("change", "param"), [
+    ({"messages": []}, "messages"), ({"messages": "hello"}, "messages"),
+    ({"messages": [{"content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0"),
+    ({"temperature": -1}, "temperature"), ({"temperature": "1"}, "temperature"), ({"top_p": 0}, "top_p"),
+    ({"n": 0}, "n"), ({"n": 1000}, "n"), ({"max_tokens": 0}, "max_tokens"), ({"stop": [1]}, "stop.0"),
+    ({"functions": [{}]}, "functions"), ({"modalities": ["audio"]}, "modalities"),
+])  # fmt: skip
 def test_unsupported_fields_are_refused_by_name(server: Running, change: dict[str, Any], param: str) -> None:
     status, _, body = server.ask("/v1/chat/completions", {"model": "tiny", "messages": MESSAGES, **change})
     assert (status, body["error"]["type"]) == (400, "invalid_request_error")
@@ -148,15 +137,11 @@ def test_unknown_fields_are_ignored(client: openai.OpenAI) -> None:
 CONVERSATION = [{"role": "user", "content": "anna lamp"}, {"role": "assistant", "content": "yes and "}]
 
 
-@pytest.mark.parametrize(
-    ("path", "change", "prefix"),
-    [
-        ("/v1/chat/completions", {"continue_final_message": True, "add_generation_prompt": False}, False),
-        ("/v1/chat/completions", {"continue_final_message": True}, False),
-        ("/v1/chat/completions", {}, True),
-        ("/v1/messages", {}, False),
-    ],
-)
+@pytest.mark.parametrize(("path", "change", "prefix"), [
+    ("/v1/chat/completions", {"continue_final_message": True, "add_generation_prompt": False}, False),
+    ("/v1/chat/completions", {"continue_final_message": True}, False), ("/v1/chat/completions", {}, True),
+    ("/v1/messages", {}, False),
+])  # fmt: skip
 def test_an_answer_continues_the_last_message(
     server: Running, engine: Engine, path: str, change: dict[str, Any], prefix: bool
 ) -> None:

@@ -98,30 +98,22 @@ def test_tokens_and_text(server: Running) -> None:
     assert server.ask("/tokenize", {"prompt": "a" * 1000})[2]["count"] == 1000
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/v1/completions", {}, "prompt"),
-        ("/v1/completions", {"prompt": ""}, "prompt"),
-        ("/v1/completions", {"prompt": []}, "prompt"),
-        ("/v1/completions", {"prompt": ["a", ""]}, "prompt"),
-        ("/v1/completions", {"prompt": [1, "a"]}, "prompt.1"),
-        ("/v1/completions", {"prompt": [64]}, None),
-        ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
-        ("/v1/completions", {"prompt": "a", "best_of": 3}, "best_of"),
-        ("/v1/completions", {"prompt": "a", "echo": True}, "echo"),
-        ("/v1/completions", {"prompt": "a", "logprobs": 21}, "logprobs"),
-        ("/v1/completions", {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
-        ("/v1/completions", {"prompt": "a", "logit_bias": {"64": 1}}, "logit_bias"),
-        ("/v1/completions", {"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias.1"),
-        ("/v1/completions", {"prompt": "a", "presence_penalty": 3}, "presence_penalty"),
-        ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
-        ("/tokenize", {"messages": [], "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
-        ("/detokenize", {"tokens": [1 << 40]}, "tokens"),
-        ("/detokenize", {"tokens": "abc"}, "tokens"),
-    ],
-)
+@pytest.mark.parametrize(("path", "body", "param"), [
+    ("/v1/completions", {}, "prompt"), ("/v1/completions", {"prompt": ""}, "prompt"),
+    ("/v1/completions", {"prompt": []}, "prompt"), ("/v1/completions", {"prompt": ["a", ""]}, "prompt"),
+    ("/v1/completions", {"prompt": [1, "a"]}, "prompt.1"), ("/v1/completions", {"prompt": [64]}, None),
+    ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
+    ("/v1/completions", {"prompt": "a", "best_of": 3}, "best_of"),
+    ("/v1/completions", {"prompt": "a", "echo": True}, "echo"),
+    ("/v1/completions", {"prompt": "a", "logprobs": 21}, "logprobs"),
+    ("/v1/completions", {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+    ("/v1/completions", {"prompt": "a", "logit_bias": {"64": 1}}, "logit_bias"),
+    ("/v1/completions", {"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias.1"),
+    ("/v1/completions", {"prompt": "a", "presence_penalty": 3}, "presence_penalty"), ("/tokenize", {}, "prompt"),
+    ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
+    ("/tokenize", {"messages": [], "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
+    ("/detokenize", {"tokens": [1 << 40]}, "tokens"), ("/detokenize", {"tokens": "abc"}, "tokens"),
+])  # fmt: skip
 def test_unsupported_fields_are_refused_by_name(server: Running, path: str, body: Any, param: str | None) -> None:
     status, _, answer = server.ask(path, body)
     assert (status, answer["error"]["param"]) == (400, param)

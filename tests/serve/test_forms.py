@@ -35,16 +35,13 @@ def server(tiny_artifact: Path) -> Iterator[Running]:
         yield server
 
 
-@pytest.mark.parametrize(
-    ("path", "change"),
-    [
-        ("/v1/chat/completions", {"response_format": OPENAI}),
-        ("/v1/chat/completions", {"structured_outputs": {"json": json.dumps(SCHEMA)}}),
-        ("/v1/completions", {"prompt": "a", "response_format": OPENAI}),
-        ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
-        ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}}),
-    ],
-)
+@pytest.mark.parametrize(("path", "change"), [
+    ("/v1/chat/completions", {"response_format": OPENAI}),
+    ("/v1/chat/completions", {"structured_outputs": {"json": json.dumps(SCHEMA)}}),
+    ("/v1/completions", {"prompt": "a", "response_format": OPENAI}),
+    ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
+    ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}}),
+])  # fmt: skip
 def test_answers_keep_to_a_schema(server: Running, path: str, change: Any) -> None:
     for seed in range(3):
         status, _, body = server.ask(path, {**ASKED, "seed": seed, **change})
@@ -61,57 +58,38 @@ def test_answers_keep_to_a_schema(server: Running, path: str, change: Any) -> No
         assert text.lstrip().startswith("{")
 
 
-@pytest.mark.parametrize(
-    ("form", "pattern"),
-    [
-        ({"structured_outputs": {"regex": "[a-c]{5}"}}, "[a-c]{5}"),
-        ({"structured_outputs": {"choice": ["a.b", "(c)"]}}, r"a\.b|\(c\)"),
-        ({"structured_outputs": {"grammar": 'start: "ab" | "cd"'}}, "ab|cd"),
-        ({"response_format": {"type": "regex", "pattern": "x+y"}}, "x+y?"),
-        ({"response_format": {"type": "grammar", "grammar": 'start: "ef"'}}, "ef"),
-        ({"response_format": {"type": "text"}}, r"[\s\S]*"),
-        ({"response_format": {"type": "json_object", "schema": {"const": 7}}}, "7"),
-        ({"structured_outputs": {"grammar": GBNF}}, "(ab|cd)*[ac]?"),
-        ({"guided_json": {"const": 7}}, "7"),
-        ({"guided_json": '{"const": 7}'}, "7"),
-        ({"guided_regex": "[a-c]{5}"}, "[a-c]{5}"),
-        ({"guided_choice": ["a.b", "(c)"]}, r"a\.b|\(c\)"),
-        ({"guided_grammar": 'start: "ab" | "cd"'}, "ab|cd"),
-        ({"guided_grammar": GBNF}, "(ab|cd)*[ac]?"),
-        ({"grammar": GBNF}, "(ab|cd)*[ac]?"),
-        ({"json_schema": {"const": 7}}, "7"),
-    ],
-)
+@pytest.mark.parametrize(("form", "pattern"), [
+    ({"structured_outputs": {"regex": "[a-c]{5}"}}, "[a-c]{5}"),
+    ({"structured_outputs": {"choice": ["a.b", "(c)"]}}, r"a\.b|\(c\)"),
+    ({"structured_outputs": {"grammar": 'start: "ab" | "cd"'}}, "ab|cd"),
+    ({"response_format": {"type": "regex", "pattern": "x+y"}}, "x+y?"),
+    ({"response_format": {"type": "grammar", "grammar": 'start: "ef"'}}, "ef"),
+    ({"response_format": {"type": "text"}}, r"[\s\S]*"),
+    ({"response_format": {"type": "json_object", "schema": {"const": 7}}}, "7"),
+    ({"structured_outputs": {"grammar": GBNF}}, "(ab|cd)*[ac]?"), ({"guided_json": {"const": 7}}, "7"),
+    ({"guided_json": '{"const": 7}'}, "7"), ({"guided_regex": "[a-c]{5}"}, "[a-c]{5}"),
+    ({"guided_choice": ["a.b", "(c)"]}, r"a\.b|\(c\)"), ({"guided_grammar": 'start: "ab" | "cd"'}, "ab|cd"),
+    ({"guided_grammar": GBNF}, "(ab|cd)*[ac]?"), ({"grammar": GBNF}, "(ab|cd)*[ac]?"),
+    ({"json_schema": {"const": 7}}, "7"),
+])  # fmt: skip
 def test_other_forms(server: Running, form: Any, pattern: str) -> None:
     status, _, body = server.ask("/v1/chat/completions", {**ASKED, **form})
     assert status == 200, body
     assert re.fullmatch(pattern, body["choices"][0]["message"]["content"])
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        {"response_format": {"type": "json_schema"}},
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}},
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "wrong"}}}},
-        {"response_format": {"type": "regex"}},
-        {"response_format": {"type": "regex", "pattern": "("}},
-        {"response_format": {"type": "regex", "pattern": ""}},
-        {"response_format": {"type": 5}},
-        {"structured_outputs": {"json": "{"}},
-        {"structured_outputs": {"choice": []}},
-        {"structured_outputs": {"choice": ["a", 1]}},
-        {"structured_outputs": {"regex": "a", "choice": ["a"]}},
-        {"structured_outputs": {"grammar": "start: nothing"}},
-        {"response_format": {"type": "json_object", "schema": 5}},
-        {"guided_json": "{"},
-        {"guided_choice": []},
-        {"guided_regex": "a", "grammar": GBNF},
-        {"grammar": "root ::= ("},
-        {"grammar": "root ::= nothing"},
-        {"json_schema": 5},
-    ],
-)
+@pytest.mark.parametrize("form", [
+    {"response_format": {"type": "json_schema"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "wrong"}}}},
+    {"response_format": {"type": "regex"}}, {"response_format": {"type": "regex", "pattern": "("}},
+    {"response_format": {"type": "regex", "pattern": ""}}, {"response_format": {"type": 5}},
+    {"structured_outputs": {"json": "{"}}, {"structured_outputs": {"choice": []}},
+    {"structured_outputs": {"choice": ["a", 1]}}, {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+    {"structured_outputs": {"grammar": "start: nothing"}}, {"response_format": {"type": "json_object", "schema": 5}},
+    {"guided_json": "{"}, {"guided_choice": []}, {"guided_regex": "a", "grammar": GBNF}, {"grammar": "root ::= ("},
+    {"grammar": "root ::= nothing"}, {"json_schema": 5},
+])  # fmt: skip
 def test_invalid_response_formats_are_refused(server: Running, form: Any) -> None:
     status, _, body = server.ask("/v1/chat/completions", {**ASKED, **form})
     assert (status, body["error"]["type"]) == (400, "invalid_request_error")

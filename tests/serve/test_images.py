@@ -46,7 +46,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of images, with links to a file and a folder beside it."""
     beside = tmp_path_factory.mktemp("images")
     folder = beside / "allowed"
     (folder / "inner").mkdir(parents=True)
@@ -70,7 +69,6 @@ def data(image: bytes, kind: str = "png") -> str:
 
 
 def parts(*content: str | bytes, api: str = "chat") -> list[dict[str, Any]]:
-    """Return the parts of a message in the form of an API: texts, and images by bytes or by an address in <>."""
     return [_part(x, api) for x in content]
 
 
@@ -371,7 +369,6 @@ def test_a_session_goes_on_after_images(engine: Engine, tmp_path: Path) -> None:
 
 
 def service_snapshot(server: Running, name: str) -> Any:
-    """Return a session's state as another server gets it."""
     with urllib.request.urlopen(f"{server.url}/v1/sessions/{name}", timeout=60) as answer:
         return Snapshot.from_bytes(answer.read(), server.service.engine.manifest)
 

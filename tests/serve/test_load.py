@@ -36,7 +36,6 @@ def test_random_disconnects_leave_nothing_running(server: Running) -> None:
 
 
 def test_a_lane_is_free_a_step_after_its_client_has_gone(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lane is free one step after its client has gone, counted in steps that begin after the server noticed."""
     steps: list[int] = []
     cancelled: list[Any] = []  # cancelled jobs: a second cancellation may come in the next client's steps
     step, cancel = Engine.step, server.service.worker.cancel

@@ -141,8 +141,6 @@ def test_the_turns_of_a_session_keep_pins_and_add_their_own(engine: Engine) -> N
 
 
 class Talk:
-    """A conversation that is a session of a server."""
-
     def __init__(self, **fields: Any) -> None:
         self.messages: list[dict[str, Any]] = [SYSTEM]
         self.fields = {"max_tokens": 6, "session_id": "s", **fields}

@@ -101,19 +101,13 @@ def test_calls_and_their_outputs_become_messages_of_the_template(server: Running
     assert choose(check_tools(conversation.tools), conversation.tool_choice) == (conversation.tools, True)
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({}, "input"),
-        ({"input": []}, None),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "messages.0.content.0"),
-        ({"input": "a", "background": True}, "background"),
-        ({"input": "a", "conversation": "c"}, "conversation"),
-        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools.0"),
-        ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
-    ],
-)
+@pytest.mark.parametrize(("body", "param"), [
+    ({}, "input"), ({"input": []}, None), ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "messages.0.content.0"),
+    ({"input": "a", "background": True}, "background"), ({"input": "a", "conversation": "c"}, "conversation"),
+    ({"input": "a", "tools": [{"type": "web_search"}]}, "tools.0"),
+    ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
+])  # fmt: skip
 def test_unsupported_fields_are_refused_by_name(server: Running, body: Any, param: str | None) -> None:
     status, _, answer = server.ask("/v1/responses", body)
     assert (status, answer["error"]["param"]) == (400, param)

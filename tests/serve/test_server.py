@@ -99,7 +99,6 @@ def test_keys_and_origins(engine: Engine) -> None:
 def test_a_key_that_no_client_can_send_is_refused(
     tiny_artifact: Path, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An API key that no client can send is refused. An empty key would match a request without one."""
     with pytest.raises(UsageError, match="API key 2 of 2"):
         keys_of("127.0.0.1", ["good", key])
     with pytest.raises(UsageError, match="API key 1 of 1"):

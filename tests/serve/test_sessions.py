@@ -203,17 +203,11 @@ def test_a_session_that_cannot_be_deleted_is_an_error(server: Running, monkeypat
     assert (status, headers["retry-after"], error["error"]["code"]) == (503, "5", "overloaded")
 
 
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"session_id": "../x"}, "session_id"),
-        ({"session_id": ""}, "session_id"),
-        ({"session_id": "a" * 65}, "session_id"),
-        ({"session_id": "a", "n": 2}, "n"),
-        ({"session_id": 5}, "session_id"),
-        ({"priority": 1 << 40}, "priority"),
-    ],
-)
+@pytest.mark.parametrize(("change", "param"), [
+    ({"session_id": "../x"}, "session_id"), ({"session_id": ""}, "session_id"),
+    ({"session_id": "a" * 65}, "session_id"), ({"session_id": "a", "n": 2}, "n"), ({"session_id": 5}, "session_id"),
+    ({"priority": 1 << 40}, "priority"),
+])  # fmt: skip
 def test_names_that_cannot_be_are_refused(server: Running, change: dict[str, Any], param: str) -> None:
     status, _, body = server.ask(CHAT, {"messages": ASKED, **change})
     assert (status, body["error"]["param"]) == (400, param)
@@ -221,7 +215,6 @@ def test_names_that_cannot_be_are_refused(server: Running, change: dict[str, Any
 
 
 def history(server: Running, session: str) -> str:
-    """Return the text of all tokens of a stored session."""
     snapshot = server.service.sessions.store.get(session)
     return "" if snapshot is None else server.service.engine.tokenizer.decode(snapshot.ids.tolist())
 

@@ -46,14 +46,9 @@ CALLS = 'i look<tool_call>\n{"name": "look", "arguments": {"at": "x", "n": 1}}\n
 ALLOWED = {"mode": "required", "tools": [{"type": "function", "function": {"name": "look"}}]}
 
 
-@pytest.mark.parametrize(
-    "choice",
-    [
-        "required",
-        {"type": "function", "function": {"name": "look"}},
-        {"type": "allowed_tools", "allowed_tools": ALLOWED},
-    ],
-)
+@pytest.mark.parametrize("choice", [
+    "required", {"type": "function", "function": {"name": "look"}}, {"type": "allowed_tools", "allowed_tools": ALLOWED},
+])  # fmt: skip
 def test_a_required_call_is_generated(client: openai.OpenAI, choice: Any) -> None:
     for seed in range(2):
         request: Any = {**ASKED, "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "seed": seed}
@@ -151,18 +146,12 @@ def test_responses_have_items_for_calls(client: openai.OpenAI) -> None:
     assert second.status == "incomplete"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"tools": [{}]},
-        {"tools": [{"type": "function", "function": {"name": "a b"}}]},
-        {"tools": TOOLS * 2},
-        {"tools": TOOLS, "tool_choice": "some"},
-        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
-        {"tool_choice": "required"},
-        {"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]},
-    ],
-)
+@pytest.mark.parametrize("change", [
+    {"tools": [{}]}, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, {"tools": TOOLS * 2},
+    {"tools": TOOLS, "tool_choice": "some"},
+    {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, {"tool_choice": "required"},
+    {"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]},
+])  # fmt: skip
 def test_invalid_tools_are_refused(server: Running, change: Any) -> None:
     status, _, body = server.ask("/v1/chat/completions", {**ASKED, "messages": MESSAGES, **change})
     assert (status, body["error"]["type"]) == (400, "invalid_request_error")

@@ -27,7 +27,6 @@ from tests.support.schedules import Alone, Schedule
 
 @pytest.fixture(scope="module")
 def opened(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A function that opens an engine with given settings."""
     built: dict[str, Path] = {}
 
     def opened(*, method: str = "h2o", **settings: Any) -> Engine:
@@ -43,7 +42,6 @@ def opened(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> A
 
 @pytest.fixture(scope="module")
 def full(opened: Any) -> Engine:
-    """An engine with the full cache and no selection."""
     return opened(slots=None)
 
 
@@ -61,7 +59,6 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 def rows(lanes: Lanes, prompt: Any, tokens: Any) -> Any:
-    """Return the logits after each token."""
     lanes.prefill([prompt])
     return np.stack([lanes.append([[int(token)]])[0, 0].copy() for token in tokens])
 
@@ -80,7 +77,6 @@ def view_of(lanes: Lanes) -> Any:
 
 
 def held(own: Any, layer: int = 0, head: int = 0) -> list[int]:
-    """Return the positions of a head's selected entries."""
     votes, position = (own[f"past_key_values.{layer}.{name}"][head] for name in ("votes", "position"))
     return position[votes > 0].tolist()
 
@@ -96,7 +92,6 @@ def test_sequences_that_fit_are_answered_from_the_full_cache(
 
 
 def test_a_selection_of_all_entries_equals_the_full_cache(opened: Any, full: Engine) -> None:
-    """A selection of all entries gives the full cache's logits, though the steps read the selected cache."""
     (prompt, tokens) = random_ids(2, 60, 40, vocabulary=64)
     lanes = opened(slots=120).lanes(1)
     lanes.state._settings = lanes.state._settings.model_copy(update={"slots": 119})  # type: ignore[attr-defined]

@@ -23,9 +23,7 @@ def test_the_plan_counts_both_caches(tiny_checkpoint: Path) -> None:
 
 @pytest.mark.parametrize(
     ("periodic", "problem"),
-    [
-        ({"slots": 8}, "slots 8 leaves no slot to select: cache.periodic.every 8 slots stay free"),
-    ],
+    [({"slots": 8}, "slots 8 leaves no slot to select: cache.periodic.every 8 slots stay free")],
 )
 def test_settings_that_cannot_be_are_refused(tiny_checkpoint: Path, periodic: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):

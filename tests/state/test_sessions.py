@@ -46,8 +46,6 @@ def snapshots(engine: Engine) -> list[Snapshot]:
 
 
 class Stores:
-    """Opens stores, and closes them after the test."""
-
     def __init__(self, engine: Engine) -> None:
         self.engine, self.open = engine, list[SessionStore]()
 
@@ -380,7 +378,6 @@ class Template:
 
 
 def stand_in(template: Any, tokenizer: Any) -> Any:
-    """Return what `next_turn` reads of an engine."""
     engine: Any = SimpleNamespace(chat_template=template, tokenizer=tokenizer, max_length=1000, vocabulary=5000)
     engine.manifest = SimpleNamespace(images=None)
     engine.chat_text = partial(Engine.chat_text, engine)

@@ -221,21 +221,16 @@ def test_no_changed_bytes_are_taken_for_a_snapshot(engine: Engine, snapshot: Sna
             assert not engine.busy
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda h: h["counters"].update(held=[0] * 4, added=0), "its counters say"),
-        (lambda h: h["counters"].update(held=[60] * 4), "its counters say"),
-        (lambda h: h["counters"].update(held=[32]), "counters of 1 KV heads"),
-        (lambda h: h["counters"].update(length=10**6), "tokens seen"),
-        (lambda h: h["counters"].update(added=-1), "is no count"),
-        (lambda h: h["tensors"].reverse(), "past_key_values"),
-        (lambda h: h["tensors"][1].update(name="x"), "is missing, or of no layer"),
-        (lambda h: h["sampler"].update(generated=[1]), "not the last of its ids"),
-        (lambda h: h["settings"].update(top_p=7.0), "top_p"),
-        (lambda h: h.pop("text"), "text"),
-    ],
-)
+@pytest.mark.parametrize(("change", "named"), [
+    (lambda h: h["counters"].update(held=[0] * 4, added=0), "its counters say"),
+    (lambda h: h["counters"].update(held=[60] * 4), "its counters say"),
+    (lambda h: h["counters"].update(held=[32]), "counters of 1 KV heads"),
+    (lambda h: h["counters"].update(length=10**6), "tokens seen"),
+    (lambda h: h["counters"].update(added=-1), "is no count"), (lambda h: h["tensors"].reverse(), "past_key_values"),
+    (lambda h: h["tensors"][1].update(name="x"), "is missing, or of no layer"),
+    (lambda h: h["sampler"].update(generated=[1]), "not the last of its ids"),
+    (lambda h: h["settings"].update(top_p=7.0), "top_p"), (lambda h: h.pop("text"), "text"),
+])  # fmt: skip
 def test_a_header_that_contradicts_the_artifact_is_refused(
     engine: Engine, snapshot: Snapshot, change: Any, named: str
 ) -> None:

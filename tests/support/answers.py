@@ -6,7 +6,6 @@ from kvexport.state.snapshot import Snapshot
 
 
 def answers(engine: Engine, *requests: Request) -> list[list[int]]:
-    """Return the token ids of each request's answer."""
     for request in requests:
         engine.add(request)
     while engine.busy:

@@ -11,7 +11,6 @@ FIXED = 8 + 4 + 4 + 32
 
 
 def opened(data: bytes) -> tuple[dict[str, Any], bytes]:
-    """Return the header and the bytes of the tensors."""
     size = int.from_bytes(data[12:16], "little")
     return json.loads(data[FIXED : FIXED + size]), data[FIXED + size :]
 

@@ -105,7 +105,6 @@ def _signature(node: onnx.NodeProto) -> tuple[list[str], list[str], bool]:
 
 
 def _only_type(node: onnx.NodeProto, parameter: str) -> str:
-    """Return the only type that a type parameter can have; "" if it can have several."""
     if node.domain:
         return ""
     schema = onnx.defs.get_schema(node.op_type, OPSET, node.domain)

@@ -21,8 +21,6 @@ ELSEWHERE = torch.device("meta")  # a name that PyTorch's autograd knows without
 
 
 class _There(Tensor):
-    """A tensor of the device; `held` has its numbers."""
-
     held: Tensor
 
     @staticmethod
@@ -42,7 +40,6 @@ class _There(Tensor):
 
 @contextmanager
 def elsewhere() -> Iterator[None]:
-    """Let the device exist inside a `with` block."""
     with _Operations(), _Literals():
         yield
 

@@ -43,7 +43,6 @@ class Stream:
         return id(self)
 
     def execute(self, number: int) -> None:
-        """Execute work until `number` pieces are done."""
         while self.done < number:
             self.waiting.pop(0)()
             self.done += 1
@@ -60,8 +59,6 @@ class Event:
 
 
 class FakeCuda:
-    """The functions of the module."""
-
     cudaError_t, cudaMemcpyKind, cudaStreamCaptureMode = cudaError_t, cudaMemcpyKind, cudaStreamCaptureMode
     cudaEventDisableTiming = 2
     cudaStreamNonBlocking = 1
@@ -174,7 +171,6 @@ class FakeCuda:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> FakeCuda:
-    """Make `from cuda.bindings import runtime` import `cuda`."""
     bindings = ModuleType("cuda.bindings")
     bindings.runtime = cuda  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))

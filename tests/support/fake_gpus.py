@@ -12,8 +12,6 @@ from kvexport.backends.onnxruntime import devices
 
 
 class Driver:
-    """The fake of CUDA's driver."""
-
     def __init__(self, gpus: int = 1) -> None:
         self.gpus = gpus
         self.log: list[str] = []

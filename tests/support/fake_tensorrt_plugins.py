@@ -69,6 +69,5 @@ def get_plugin_registry() -> IPluginRegistry:
 
 
 def forget_plugins() -> None:
-    """Empty the registry, as in a fresh process."""
     global _registry
     _registry = IPluginRegistry()

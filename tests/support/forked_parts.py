@@ -14,8 +14,6 @@ from tools.gpu_check import __main__ as gpu_check
 
 
 class Copy:
-    """A replacement of subprocess.Popen, with the methods that `gpu_check` uses."""
-
     def __init__(self, command: list[str], **_: Any) -> None:
         self.streams = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115 - closed after they are read
         self.pid = os.fork()

@@ -437,10 +437,7 @@ def described(kind: str, case: Case, config: Any) -> dict[str, Any]:
 
 
 def write_decoder(kind: str, file: Path, *, packed: bool = True) -> Any:
-    """Write the decoder of CASES[kind] as a GGUF file, and return transformers' model with the values of the file.
-
-    Its weights are random. The file's matrices are Q8_0, or F32 if not `packed`.
-    """
+    """Write the decoder of CASES[kind] as a GGUF file, and return transformers' model with the values of the file."""
     import gguf as package
 
     case, kind = CASES[kind], kind.split()[0]

@@ -19,7 +19,6 @@ def text(value: str) -> bytes:
 
 
 def entry(value: Any) -> tuple[int, bytes]:
-    """Return a value of the metadata as (type, bytes)."""
     if isinstance(value, str):
         return STRING, text(value)
     if isinstance(value, bool):
@@ -35,7 +34,6 @@ def entry(value: Any) -> tuple[int, bytes]:
 
 
 def gguf(entries: dict[str, tuple[int, bytes]], tensors: Tensors) -> bytes:
-    """Return a GGUF file of version 3."""
     head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(entries))
     head += b"".join(text(key) + struct.pack("<I", kind) + value for key, (kind, value) in entries.items())
     data = b""
@@ -56,33 +54,20 @@ def q8_0(weight: NDArray[np.float32]) -> tuple[bytes, NDArray[np.float32]]:
 
 # llama.cpp's names of weights, by the names of transformers
 NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "lm_head": "output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "lm_head": "output", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
-}
+}  # fmt: skip
 
 
 SIZES = {
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "context_length": "max_position_embeddings",
-    "block_count": "num_hidden_layers",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-}
+    "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
+    "context_length": "max_position_embeddings", "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}  # fmt: skip
 
 
 def decoder(
@@ -121,21 +106,15 @@ def decoder(
     metadata = {
         "general.architecture": kind_of_model,
         **{f"{kind_of_model}.{key}": config[name] for key, name in SIZES.items() if config.get(name)},
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "smollm",
-        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [3] + [1] * (len(tokens) - 1),
-        "tokenizer.ggml.merges": [f"{tokens[1]} {tokens[2]}"],
-        "tokenizer.ggml.bos_token_id": 0,
-        "tokenizer.ggml.eos_token_id": 0,
-        "tokenizer.ggml.add_bos_token": True,
-        **more,
-    }
+        "tokenizer.ggml.merges": [f"{tokens[1]} {tokens[2]}"], "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.add_bos_token": True, **more,
+    }  # fmt: skip
     return gguf({key: entry(value) for key, value in metadata.items() if value is not None}, tensors), represented
 
 
 def tiny_gguf(checkpoint: Path, file: Path, **more: Any) -> dict[str, NDArray[np.float32]]:
-    """Write a tiny checkpoint as a GGUF file, and return the values that its weights represent."""
     import json
 
     from safetensors.numpy import load_file

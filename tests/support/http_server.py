@@ -26,21 +26,17 @@ TEMPLATE = (
 
 
 def engine_of(artifact: Path) -> Engine:
-    """Load the tiny model with a chat template."""
     engine = kvexport.load(artifact, threads=1)
     engine.chat_template = ChatTemplate({"default": TEMPLATE}, {}, "the test")
     return engine
 
 
 def prompt(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text that TEMPLATE makes of a conversation."""
     role = {"assistant": "say"}
     return "".join(f"{role.get(m['role'], m['role'])} {m['content']}. " for m in messages) + "say "
 
 
 class Connections(set[Any]):
-    """The open connections of a server, as uvicorn keeps them."""
-
     accepted = 0
 
     def add(self, connection: Any) -> None:
@@ -49,8 +45,6 @@ class Connections(set[Any]):
 
 
 class Running:
-    """A running server."""
-
     def __init__(self, url: str, service: Any = None, server: Any = None) -> None:
         """Describe a server. A server in another process has only its address."""
         self.url, self.service, self.server = url, service, server
@@ -124,7 +118,6 @@ def running(engine: Engine, send_buffer: int = 0, **settings: Any) -> Iterator[R
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait until a condition holds. Fail after a minute."""
     end = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < end

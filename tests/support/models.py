@@ -14,17 +14,10 @@ from kvexport.recipe.fields import Recipe
 
 # All families have the same attention shape, so that they share the operators' traced functions.
 SIZES: dict[str, Any] = {
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": None,
+    "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": None,
     "pad_token_id": None,
-}
+}  # fmt: skip
 
 Ids = NDArray[np.int64]
 Logits = NDArray[np.float32]
@@ -37,7 +30,6 @@ def llama(**changes: Any) -> LlamaConfig:
 def save_checkpoint(
     folder: Path, config: Any, *, dtype: torch.dtype = torch.float32, shard: str = "1GB", scale: float = 0.15
 ) -> Path:
-    """Save a model with random weights, biases and norms."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -93,11 +85,6 @@ def given_tokens_logits(
     prompt_lengths: Sequence[int],
     after_call: Callable[[Any], None] | None = None,
 ) -> list[Logits]:
-    """Return the logits of every token of given sequences, computed in one batch.
-
-    The artifact must give the logits of all tokens. Prompts are read in chunks, all other tokens one by one. A sequence
-    that has ended is an idle lane.
-    """
     lanes = engine.lanes(len(sequences))
     rows: list[list[Logits]] = [[] for _ in sequences]
 
@@ -118,10 +105,7 @@ def given_tokens_logits(
 
 
 def assert_logits_of_transformers(engine: Engine, checkpoint: Path, share: float = 1e-5) -> None:
-    """Compare the logits of two sequences, read in chunks and then token by token, with those of transformers.
-
-    They may differ by this share of a sequence's largest logit.
-    """
+    """Compare the logits of two sequences, read in chunks and then token by token, with those of transformers."""
     ids = random_ids(0, 90, 60)
     actual, right = given_tokens_logits(engine, ids, (50, 20)), hugging_face_logits(checkpoint, ids)
     for mine, theirs in zip(actual, right, strict=True):

@@ -19,7 +19,6 @@ class LateStream:
         self.late = self.computed = 0
 
     def run(self, name: str, binding: Any, graph: int | None, *, wait: bool = True) -> None:
-        """Take the place of `Sessions.run`."""
         if wait:
             self.wait()
             self._run(name, binding, graph)

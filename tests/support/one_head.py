@@ -29,7 +29,6 @@ def cache_of(key: Any, value: Any = None, votes: Any = None, score: Any = None, 
 
 
 def merged(cache: Arrays, method: Method, budget: int, *, sinks: int = 0, recent: int = 0) -> Arrays:
-    """Return the occupied slots after MergeCache, in order of position."""
     attributes = MergeCacheAttributes(method, budget, sinks, recent)
     key, value, votes, score, position = merge_cache(*tensors_of(cache), attributes=attributes)
     used = int((votes > 0).sum())
@@ -68,7 +67,6 @@ def appended(
     alpha: float = 1.0,
     query_length: int | None = None,
 ) -> tuple[np.ndarray, Arrays]:
-    """Run VoteAttention on one sequence and head."""
     query, key, value = (torch.tensor(np.asarray(x), dtype=torch.float32)[None, None] for x in (query, key, value))
     tokens = query.shape[2]
     first = int(cache["position"].max(initial=-1)) + 1
@@ -89,7 +87,6 @@ def appended(
 
 
 def random_cache(seed: int) -> Arrays:
-    """Return a cache with fractional votes."""
     rng, count, size = np.random.default_rng(seed), 14, 6
     query = rng.normal(size=size)
     key = rng.normal(size=(count, size))

@@ -28,7 +28,6 @@ S = H * C
 
 
 def merge_of(method: Method, **more: Any) -> dict[str, Any]:
-    """Return the attributes of a MergeCache node for a method that is a merge policy."""
     policy = method.policy()
     kinds = [statistic.kind for statistic in method.statistics]
     values = {"budget": [8] * H, "sinks": 1, "recent": [2] * H, "sliding_window": 0, "statistics": kinds}

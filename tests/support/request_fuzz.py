@@ -82,7 +82,6 @@ def _value(random: random.Random, like: Any = None) -> Any:
 
 
 def mutations(server: Any, count: int, seed: int) -> Counter[str]:
-    """Send `count` changed requests, and count the answers by status."""
     for path, body in BODIES:
         status, _, answer = server.ask(path, body)
         assert status == 200, (path, body, answer)
@@ -109,5 +108,4 @@ class Errors(logging.Handler):
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one record."""
         self.messages.append(self.format(record))

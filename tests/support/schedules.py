@@ -39,7 +39,6 @@ class Alone:
         self._known: dict[tuple[Turn, ...], tuple[list[int], str, Snapshot]] = {}
 
     def answer(self, turns: tuple[Turn, ...]) -> tuple[list[int], str, Snapshot]:
-        """Return the tokens, the text and the snapshot of the answer to the last turn."""
         if turns not in self._known:
             start = self.answer(turns[:-1])[2] if len(turns) > 1 else None
             ids, settings = turns[-1]
@@ -125,13 +124,11 @@ class Schedule:
                     self.idle.append(talk)
 
     def join(self) -> None:
-        """Start a new conversation, sometimes with a priority."""
         n = int(self.rng.integers(1, 60))
         ids = [3 * i % 50 for i in range(int(self.rng.integers(50)))] + self.rng.integers(0, VOCABULARY, n).tolist()
         self._add(Talk(((tuple(ids), self._settings()),), []), None)
 
     def fork(self) -> None:
-        """Fork a running request, sometimes after its prompt was read."""
         if not self.running:
             return
         engine, talk = self._one(self.running)
@@ -162,7 +159,6 @@ class Schedule:
             self.happened["stop"] += 1
 
     def resume(self) -> None:
-        """Continue a stopped request on a random engine."""
         if self.parked:
             snapshot, talk = self.parked.pop(int(self.rng.integers(len(self.parked))))
             talk.requests.append(Request((), start=snapshot, keep=bool(talk.name)))
@@ -188,7 +184,6 @@ class Schedule:
         self.happened["expire"] += 1
 
     def stream(self) -> None:
-        """Start a stream of two prompts."""
         prompts = [self.rng.integers(0, VOCABULARY, n).tolist() for n in self.rng.integers(1, 60, 2)]
         stream = self._one(self.engines).stream(prompts, max_new_tokens=STREAMED)
         self.streams.append((stream, prompts, [[], []]))

@@ -50,7 +50,6 @@ def wait_at(end: str, reached: Path) -> None:
 
 
 def run(job: dict[str, Any]) -> None:
-    """Run a command as `kvexport` does, until it exits."""
     from kvexport.commands.app import main
 
     for name, number in (("stdout", 1), ("stderr", 2)):
@@ -68,10 +67,7 @@ def run(job: dict[str, Any]) -> None:
 
 
 def run_and_end(job: dict[str, Any]) -> NoReturn:
-    """Run a command, and end as the program does if the signal comes from outside.
-
-    After other signals the interpreter is left at once: its end takes a third of a second.
-    """
+    """Run a command, and end as the program does if the signal comes from outside."""
     code: Any = 0
     try:
         run(job)

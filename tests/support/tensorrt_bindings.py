@@ -55,7 +55,6 @@ print(json.dumps(found))
 
 
 def folder() -> Path | None:
-    """Return the folder of the bindings, or None. The variable KVEXPORT_TENSORRT_BINDINGS has precedence."""
     place = Path(os.environ.get(VARIABLE) or FETCHED)
     return place if (place / "tensorrt_bindings" / "__init__.py").is_file() else None
 
@@ -75,30 +74,16 @@ def fetch() -> None:
     fresh = FETCHED.with_name(FETCHED.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
     command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--only-binary",
+        sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary",
         ":all:",
-    ]
+    ]  # fmt: skip
     subprocess.run([*command, "--target", str(fresh), *PACKAGES], check=True)
     for name, functions in STUBS.items():
         source = "".join(f"void *{function}(void) {{ return 0; }}\n" for function in functions)
         compiler = [
-            os.environ.get("CC", "cc"),
-            "-shared",
-            "-fPIC",
-            f"-Wl,-soname,{name}",
-            "-o",
-            str(fresh / name),
-            "-x",
-            "c",
+            os.environ.get("CC", "cc"), "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(fresh / name), "-x", "c",
             "-",
-        ]
+        ]  # fmt: skip
         subprocess.run(compiler, input=source, text=True, check=True)
     shutil.rmtree(FETCHED, ignore_errors=True)
     fresh.rename(FETCHED)

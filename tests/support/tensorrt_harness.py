@@ -50,8 +50,6 @@ class Field(ctypes.Structure):
 
 
 class Tensor(ctypes.Structure):
-    """A tensor as the harness describes it."""
-
     _fields_ = [
         ("type", ctypes.c_int32),
         ("format", ctypes.c_int32),
@@ -98,7 +96,6 @@ FIELDS = {
 
 
 def fields_of(node: onnx.NodeProto) -> dict[str, tuple[int, bytes, int]]:
-    """Return the fields that TensorRT's parser makes of the attributes of an ONNX node."""
     values = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
     values = {name: x.decode() if isinstance(x, bytes) else x for name, x in values.items()}
     return parsed({name: x for name, x in values.items() if name not in ("plugin_version", "plugin_namespace")})
@@ -158,7 +155,6 @@ class Plugin:
         return int(self._call("outputs"))
 
     def call(self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None, *more: Any) -> Any:
-        """Return the answer of a method that takes input and output tensors."""
         self._outputs = (Tensor * self.outputs)(*(outputs or [Tensor.of(FLOAT, ())] * self.outputs))
         return self._call(name, (Tensor * len(inputs))(*inputs), len(inputs), self._outputs, self.outputs, *more)
 
@@ -197,7 +193,6 @@ class Caller(OfHeads):
         return self._run("MergeCache", fields, feed, names, "", in_place)
 
     def node(self, node: onnx.NodeProto, tensors: Arrays, *, in_place: bool = False) -> Arrays:
-        """Run an ONNX node that `for_tensorrt` converted."""
         feed = {name: tensors[name] for name in node.input}
         return self._run(node.op_type, fields_of(node), feed, list(node.output), "past_", in_place)
 

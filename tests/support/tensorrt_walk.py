@@ -20,15 +20,8 @@ SHAPES = {
     "CumSum": [1],
 }  # fmt: skip
 REDUCTIONS = {
-    "ReduceMax",
-    "ReduceMean",
-    "ReduceMin",
-    "ReduceProd",
-    "ReduceSum",
-    "ReduceSumSquare",
-    "ReduceL2",
-    "ReduceLogSumExp",
-}
+    "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "ReduceSumSquare", "ReduceL2", "ReduceLogSumExp",
+}  # fmt: skip
 
 
 def attribute(node: onnx.NodeProto, name: str, default: Any = None) -> Any:

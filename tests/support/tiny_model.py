@@ -21,11 +21,6 @@ def generated(engine: Any, count: int = 40) -> list[list[int]]:
 
 
 def make_checkpoint(folder: Path) -> Path:
-    """Save a random Llama with a tokenizer of single characters.
-
-    It has 2 layers, hidden size 32, 4 query heads over 2 KV heads, a vocabulary of 64 (one id for each character of
-    ALPHABET) and no end-of-sequence token.
-    """
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -18,18 +18,10 @@ from kvexport.export.vision import prepare, read_processor
 
 SIDE = 28
 TEXT: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 4096,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 4096, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
 VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -80,116 +72,65 @@ def _in_patches(config: Any, encoder: dict[str, Any], images: Any = hf.Qwen2VLIm
 # Special tokens (the first is the placeholder, token 256), names of some of them, processor, its settings, and model.
 KINDS: dict[str, tuple[list[str], dict[str, str], Any, dict[str, Any], Any]] = {
     "llava": (
-        ["<image>"],
-        {"image_token": "<image>"},
+        ["<image>"], {"image_token": "<image>"},
         hf.LlavaImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}),
         {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
-        lambda: hf.LlavaConfig(
-            text_config=hf.LlamaConfig(**TEXT), vision_config=hf.CLIPVisionConfig(**VISION), image_token_index=256
-        ),
+        lambda: hf.LlavaConfig(text_config=hf.LlamaConfig(**TEXT), vision_config=hf.CLIPVisionConfig(**VISION),
+         image_token_index=256),
     ),
     "llava_next": (
-        ["<image>"],
-        {"image_token": "<image>"},
-        hf.LlavaNextImageProcessorPil(
-            size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}, image_grid_pinpoints=PINPOINTS
-        ),
+        ["<image>"], {"image_token": "<image>"},
+        hf.LlavaNextImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE},
+         image_grid_pinpoints=PINPOINTS),
         {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
-        lambda: hf.LlavaNextConfig(
-            text_config=hf.LlamaConfig(**TEXT),
-            vision_config=hf.CLIPVisionConfig(**VISION),
-            image_token_index=256,
-            image_grid_pinpoints=PINPOINTS,
-        ),
+        lambda: hf.LlavaNextConfig(text_config=hf.LlamaConfig(**TEXT), vision_config=hf.CLIPVisionConfig(**VISION),
+         image_token_index=256, image_grid_pinpoints=PINPOINTS),
     ),
     "llava_onevision": (
-        ["<image>", "<video>"],
-        {"image_token": "<image>", "video_token": "<video>"},
+        ["<image>", "<video>"], {"image_token": "<image>", "video_token": "<video>"},
         hf.LlavaOnevisionImageProcessorPil(size={"height": SIDE, "width": SIDE}, image_grid_pinpoints=PINPOINTS),
         {"num_image_tokens": 16, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_2"},
-        lambda: hf.LlavaOnevisionConfig(
-            text_config=hf.Qwen2Config(**TEXT),
-            vision_config=hf.SiglipVisionConfig(**SIGLIP),
-            image_token_id=256,
-            video_token_id=257,
-            image_grid_pinpoints=PINPOINTS,
-            vision_aspect_ratio="anyres_max_2",
-        ),
+        lambda: hf.LlavaOnevisionConfig(text_config=hf.Qwen2Config(**TEXT),
+         vision_config=hf.SiglipVisionConfig(**SIGLIP), image_token_id=256, video_token_id=257,
+         image_grid_pinpoints=PINPOINTS, vision_aspect_ratio="anyres_max_2"),
     ),
     "internvl": (
         ["<IMG_CONTEXT>", "<img>", "</img>", "<video>"],
-        {
-            "context_image_token": "<IMG_CONTEXT>",
-            "start_image_token": "<img>",
-            "end_image_token": "</img>",
-            "video_token": "<video>",
-        },
-        hf.GotOcr2ImageProcessorPil(**SMALL),
-        {"image_seq_length": 4},
-        lambda: hf.InternVLConfig(
-            text_config=hf.Qwen2Config(**TEXT),
-            vision_config=hf.InternVLVisionConfig(**{**VISION, "image_size": [SIDE, SIDE], "patch_size": [7, 7]}),
-            image_token_id=256,
-        ),
+        {"context_image_token": "<IMG_CONTEXT>", "start_image_token": "<img>", "end_image_token": "</img>",
+         "video_token": "<video>"}, hf.GotOcr2ImageProcessorPil(**SMALL), {"image_seq_length": 4},
+        lambda: hf.InternVLConfig(text_config=hf.Qwen2Config(**TEXT), vision_config=hf.InternVLVisionConfig(**{**VISION,
+           "image_size": [SIDE, SIDE], "patch_size": [7, 7]}), image_token_id=256),
     ),
     "qianfan_ocr": (
         ["<IMG_CONTEXT>", "<img>", "</img>", "<image>"],
         {"context_image_token": "<IMG_CONTEXT>", "start_image_token": "<img>", "end_image_token": "</img>"},
-        hf.GotOcr2ImageProcessorPil(**SMALL),
-        {"image_seq_length": 4},
-        lambda: hf.QianfanOCRConfig(
-            text_config=hf.Qwen3Config(**TEXT),
-            vision_config=hf.QianfanOCRVisionConfig(**{**VISION, "image_size": [SIDE, SIDE], "patch_size": [7, 7]}),
-            image_token_id=256,
-        ),
+        hf.GotOcr2ImageProcessorPil(**SMALL), {"image_seq_length": 4},
+        lambda: hf.QianfanOCRConfig(text_config=hf.Qwen3Config(**TEXT),
+         vision_config=hf.QianfanOCRVisionConfig(**{**VISION, "image_size": [SIDE, SIDE], "patch_size": [7, 7]}),
+         image_token_id=256),
     ),
     "vipllava": (
-        ["<image>"],
-        {"image_token": "<image>"},
+        ["<image>"], {"image_token": "<image>"},
         hf.LlavaImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}),
         {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
-        lambda: hf.VipLlavaConfig(
-            text_config=hf.LlamaConfig(**TEXT),
-            vision_config=hf.CLIPVisionConfig(**VISION),
-            image_token_index=256,
-            vision_feature_layers=[-1, -2, 1],
-        ),
+        lambda: hf.VipLlavaConfig(text_config=hf.LlamaConfig(**TEXT), vision_config=hf.CLIPVisionConfig(**VISION),
+         image_token_index=256, vision_feature_layers=[-1, -2, 1]),
     ),
     "aya_vision": (
         ["<|IMG_PATCH|>", "<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>", "TILE", "TILE_GLOBAL"],
-        {},
-        hf.GotOcr2ImageProcessorPil(**SMALL),
-        {"patch_size": 7, "img_size": SIDE, "downsample_factor": 2},
-        lambda: hf.AyaVisionConfig(
-            text_config=hf.Cohere2Config(**TEXT),
-            vision_config=hf.SiglipVisionConfig(**SIGLIP),
-            image_token_index=256,
-            alignment_intermediate_size=64,
-        ),
+        {}, hf.GotOcr2ImageProcessorPil(**SMALL), {"patch_size": 7, "img_size": SIDE, "downsample_factor": 2},
+        lambda: hf.AyaVisionConfig(text_config=hf.Cohere2Config(**TEXT), vision_config=hf.SiglipVisionConfig(**SIGLIP),
+         image_token_index=256, alignment_intermediate_size=64),
     ),
     "idefics3": (
-        FAKE,
-        {"image_token": "<image>"},
-        hf.Idefics3ImageProcessorPil(**SPLIT),
-        {"image_seq_len": 4},
-        lambda: hf.Idefics3Config(
-            text_config=hf.LlamaConfig(**TEXT),
-            vision_config=hf.Idefics3VisionConfig(**VISION),
-            image_token_id=256,
-            scale_factor=2,
-        ),
+        FAKE, {"image_token": "<image>"}, hf.Idefics3ImageProcessorPil(**SPLIT), {"image_seq_len": 4},
+        lambda: hf.Idefics3Config(text_config=hf.LlamaConfig(**TEXT), vision_config=hf.Idefics3VisionConfig(**VISION),
+         image_token_id=256, scale_factor=2),
     ),
     "smolvlm": (
-        FAKE,
-        {"image_token": "<image>"},
-        hf.SmolVLMImageProcessorPil(**SPLIT),
-        {"image_seq_len": 4},
-        lambda: hf.SmolVLMConfig(
-            text_config=hf.LlamaConfig(**TEXT),
-            vision_config=hf.SmolVLMVisionConfig(**VISION),
-            image_token_id=256,
-            scale_factor=2,
-        ),
+        FAKE, {"image_token": "<image>"}, hf.SmolVLMImageProcessorPil(**SPLIT), {"image_seq_len": 4},
+        lambda: hf.SmolVLMConfig(text_config=hf.LlamaConfig(**TEXT), vision_config=hf.SmolVLMVisionConfig(**VISION),
+         image_token_id=256, scale_factor=2),
     ),
     "gemma3": (
         ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
@@ -210,20 +151,14 @@ KINDS: dict[str, tuple[list[str], dict[str, str], Any, dict[str, Any], Any]] = {
         ),
     ),
     "mistral3": (
-        ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
-        {},
-        hf.PixtralImageProcessorPil(size={"longest_edge": 84}, patch_size=7),
+        ["[IMG]", "[IMG_BREAK]", "[IMG_END]"], {}, hf.PixtralImageProcessorPil(size={"longest_edge": 84}, patch_size=7),
         {"patch_size": 7, "spatial_merge_size": 2},
-        lambda: hf.Mistral3Config(
-            text_config=hf.MistralConfig(**TEXT),
-            vision_config=hf.PixtralVisionConfig(**VISION),
-            image_token_index=256,
-            spatial_merge_size=2,
-        ),
+        lambda: hf.Mistral3Config(text_config=hf.MistralConfig(**TEXT), vision_config=hf.PixtralVisionConfig(**VISION),
+         image_token_index=256, spatial_merge_size=2),
     ),
     "qwen2_vl": _in_patches(hf.Qwen2VLConfig, {"embed_dim": 32, "mlp_ratio": 2}),
     "qwen2_5_vl": _in_patches(
-        hf.Qwen2_5_VLConfig, {"out_hidden_size": 32, "window_size": 28, "fullatt_block_indexes": [1]}
+        hf.Qwen2_5_VLConfig, {"out_hidden_size": 32, "window_size": 28, "fullatt_block_indexes": [1]},
     ),
     "qwen3_vl": _in_patches(hf.Qwen3VLConfig, {**TABLE, "deepstack_visual_indexes": [0, 2]}, num_hidden_layers=3),
     "qwen3_vl_moe": _in_patches(hf.Qwen3VLMoeConfig, {**TABLE, "deepstack_visual_indexes": [1]}, **EXPERTS),
@@ -231,7 +166,7 @@ KINDS: dict[str, tuple[list[str], dict[str, str], Any, dict[str, Any], Any]] = {
     "glm4v": _in_patches(hf.Glm4vConfig, GLM, hf.Glm4vImageProcessorPil),
     "glm4v_moe": _in_patches(hf.Glm4vMoeConfig, GLM, hf.Glm4vImageProcessorPil, **EXPERTS),
     "qwen3_5_moe": _in_patches(hf.Qwen3_5MoeConfig, TABLE, **LINEAR, **EXPERTS),
-}
+}  # fmt: skip
 TEMPLATE = (
     "{% for message in messages %}"
     "[{{ 'answer' if message['role'] == 'assistant' else message['role'] }}]{% for part in message['content'] %}"
@@ -256,7 +191,6 @@ def save_processor(kind: str, folder: Path) -> Any:
 
 
 def save_checkpoint(kind: str, folder: Path) -> Path:
-    """Save a random model with the files of its processor."""
     torch.manual_seed(0)
     model = hf.AutoModelForImageTextToText.from_config(save_processor(kind, folder))
     with torch.no_grad():
@@ -308,7 +242,6 @@ class Transformers:
         return ids, pixels
 
     def logits(self, ids: NDArray[np.int64], pixels: Any) -> NDArray[np.float32]:
-        """Return the logits [n, vocabulary] of a whole sequence."""
         with torch.no_grad():
             given = {name: torch.from_numpy(np.asarray(array)) for name, array in (pixels or {}).items()}
             for name in given.keys() & {"mm_token_type_ids", "token_type_ids"}:  # a generated token is text

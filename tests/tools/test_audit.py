@@ -27,16 +27,12 @@ FOUND = {"name": "a", "version": "1", "vulns": [{"id": "PYSEC-1", "fix_versions"
 SKIPPED = {"name": "b", "skip_reason": "Dependency not found on PyPI and could not be audited: b (1)"}
 
 
-@pytest.mark.parametrize(
-    ("code", "output", "expected", "words"),
-    [
-        (0, answer({"name": "a", "version": "1", "vulns": []}, SKIPPED), 0, "1 of 2 packages were checked"),
-        (1, f"Found 1\n{answer(FOUND, SKIPPED)}", 1, "a 1 has PYSEC-1, which 2 mends"),
-        (0, f"No known vulnerabilities found\n{answer(SKIPPED)}", 3, "not checked: the list of vulnerabilities"),
-        (1, "ConnectionError: Failed to resolve a name", 3, "not checked"),
-        (2, "usage: pip-audit", 3, "not checked"),
-    ],
-)
+@pytest.mark.parametrize(("code", "output", "expected", "words"), [
+    (0, answer({"name": "a", "version": "1", "vulns": []}, SKIPPED), 0, "1 of 2 packages were checked"),
+    (1, f"Found 1\n{answer(FOUND, SKIPPED)}", 1, "a 1 has PYSEC-1, which 2 mends"),
+    (0, f"No known vulnerabilities found\n{answer(SKIPPED)}", 3, "not checked: the list of vulnerabilities"),
+    (1, "ConnectionError: Failed to resolve a name", 3, "not checked"), (2, "usage: pip-audit", 3, "not checked"),
+])  # fmt: skip
 def test_the_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], code: int, output: str, expected: int, words: str
 ) -> None:

@@ -47,7 +47,6 @@ def git(root: Path, *arguments: str) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A commit of a package kvexport 1.2.0 without native code."""
     root = tmp_path / "checkout"
     (root / "kvexport").mkdir(parents=True)
     files = {
@@ -146,14 +145,11 @@ def test_a_version_that_was_tagged_is_refused(checkout: Path) -> None:
         release.check(checkout)
 
 
-@pytest.mark.parametrize(
-    ("changelog", "problem"),
-    [
-        ("# Changelog\n", r"has no section of 1.2.0\n  add: ## 1.2.0"),
-        ("## 1.2.0 (unreleased)\n\n- New.\n", r"'## 1.2.0 \(unreleased\)', which has no date"),
-        ("## 1.2.0 (2026-11-24)\n\n## 1.1.0 (2026-10-01)\n\n- Older.\n", "the section of 1.2.0 .* is empty"),
-    ],
-)
+@pytest.mark.parametrize(("changelog", "problem"), [
+    ("# Changelog\n", r"has no section of 1.2.0\n  add: ## 1.2.0"),
+    ("## 1.2.0 (unreleased)\n\n- New.\n", r"'## 1.2.0 \(unreleased\)', which has no date"),
+    ("## 1.2.0 (2026-11-24)\n\n## 1.1.0 (2026-10-01)\n\n- Older.\n", "the section of 1.2.0 .* is empty"),
+])  # fmt: skip
 def test_a_changelog_without_the_version_is_refused(checkout: Path, changelog: str, problem: str) -> None:
     (checkout / "CHANGELOG.md").write_text(changelog)
     git(checkout, "commit", "--quiet", "--all", "--message", "changelog")

@@ -12,68 +12,34 @@ import pytest
 from tests.support.paths import ROOT
 from tools import lock, sbom
 
+
 # The parts of CycloneDX's bom-1.6.schema.json that the bill uses. The original also refuses unknown keys.
-HASH = {
-    "type": "object",
-    "required": ["alg", "content"],
-    "additionalProperties": False,
-    "properties": {"alg": {"const": "SHA-256"}, "content": {"type": "string", "pattern": "^[a-fA-F0-9]{64}$"}},
-}
-COMPONENT: dict[str, Any] = {
-    "type": "object",
-    "required": ["type", "name"],
-    "additionalProperties": False,
-    "properties": {
-        "type": {"enum": ["application", "library"]},
-        "bom-ref": {"type": "string", "minLength": 1},
-        "name": {"type": "string"},
-        "version": {"type": "string", "maxLength": 1024},
-        "purl": {"type": "string", "pattern": r"^pkg:pypi/[a-z0-9.-]+@[0-9][^@]*$"},
-        "externalReferences": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["url", "type"],
-                "additionalProperties": False,
-                "properties": {
-                    "url": {"type": "string", "format": "iri-reference"},
-                    "type": {"enum": ["distribution"]},
-                    "hashes": {"type": "array", "items": HASH},
-                },
-            },
-        },
-    },
-}
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "required": ["bomFormat", "specVersion"],
-    "additionalProperties": False,
-    "properties": {
-        "$schema": {"enum": ["http://cyclonedx.org/schema/bom-1.6.schema.json"]},
-        "bomFormat": {"enum": ["CycloneDX"]},
-        "specVersion": {"const": "1.6"},
-        "serialNumber": {
-            "type": "string",
-            "pattern": "^urn:uuid:[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$",
-        },
-        "version": {"type": "integer", "minimum": 1},
-        "metadata": {"type": "object", "additionalProperties": False, "properties": {"component": COMPONENT}},
-        "components": {"type": "array", "uniqueItems": True, "items": COMPONENT},
-        "dependencies": {
-            "type": "array",
-            "uniqueItems": True,
-            "items": {
-                "type": "object",
-                "required": ["ref"],
-                "additionalProperties": False,
-                "properties": {
-                    "ref": {"type": "string"},
-                    "dependsOn": {"type": "array", "uniqueItems": True, "items": {"type": "string"}},
-                },
-            },
-        },
-    },
-}
+def an_object(*required: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "required": required, "additionalProperties": False, "properties": properties}
+
+
+def a_list(items: dict[str, Any], *, unique: bool = False) -> dict[str, Any]:
+    return {"type": "array", "uniqueItems": unique, "items": items}
+
+
+TEXT = {"type": "string"}
+HASH = an_object("alg", "content", alg={"const": "SHA-256"}, content={**TEXT, "pattern": "^[a-fA-F0-9]{64}$"})
+REFERENCE = an_object(
+    "url", "type", url={**TEXT, "format": "iri-reference"}, type={"enum": ["distribution"]}, hashes=a_list(HASH)
+)
+COMPONENT = an_object(
+    "type", "name", type={"enum": ["application", "library"]}, name=TEXT, version={**TEXT, "maxLength": 1024},
+    purl={**TEXT, "pattern": r"^pkg:pypi/[a-z0-9.-]+@[0-9][^@]*$"}, externalReferences=a_list(REFERENCE),
+    **{"bom-ref": {**TEXT, "minLength": 1}},
+)  # fmt: skip
+SCHEMA = an_object(
+    "bomFormat", "specVersion", bomFormat={"enum": ["CycloneDX"]}, specVersion={"const": "1.6"},
+    serialNumber={**TEXT, "pattern": "^urn:uuid:[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$"},
+    version={"type": "integer", "minimum": 1}, metadata=an_object(component=COMPONENT),
+    components=a_list(COMPONENT, unique=True),
+    dependencies=a_list(an_object("ref", ref=TEXT, dependsOn=a_list(TEXT, unique=True)), unique=True),
+    **{"$schema": {"enum": ["http://cyclonedx.org/schema/bom-1.6.schema.json"]}},
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,6 @@ from kvexport.validate.cut import CutDecoder, layer_borders
 
 
 def test_the_border_is_the_residual_stream() -> None:
-    """The border between layers is the residual stream.
-
-    The graph computes x -> attention + x -> mlp + that, twice, and has a second tensor that bypasses the third layer.
-    """
     node = helper.make_node
     nodes = [
         node("Gather", ["table", "input_ids"], ["x0"]),

@@ -17,7 +17,6 @@ LENGTH = 160
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    """Let `change(state, first, last, merge)` replace the engine's third merge."""
     merge, count = WatchedState.merge, [0]
 
     def altered(self: WatchedState, first: int, last: int) -> None:
@@ -46,10 +45,7 @@ def test_a_sound_run_parts_nowhere(tiny_artifact: Path) -> None:
 def test_a_wrong_selection_of_the_independent_run_is_detected(
     tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A merge that evicts a wrong entry is found.
-
-    The scores of the state are reversed before the engine's merge, and restored in the record of that merge.
-    """
+    """A merge that evicts a wrong entry is found."""
 
     def change(self: WatchedState, first: int, last: int, merge: Any) -> None:
         before = self.get_state()
@@ -80,7 +76,6 @@ def merge_reversed_scores(self: WatchedState, first: int, last: int, merge: Any)
 def test_a_wrong_state_before_a_merge_does_not_pass_for_a_tie(
     tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wrong state before a merge is not accepted as a tie: the merge is right, but the scores are not PyTorch's."""
     watched(monkeypatch, merge_reversed_scores)
     result = validate_artifact(tiny_artifact, length=LENGTH)
     assert not result.passed and result.mismatch is not None

@@ -31,8 +31,7 @@ def test_the_longest_sequence_is_past_the_caches_of_up_to_twice_the_mean(
 
 
 @pytest.mark.parametrize(
-    ("parameters", "slots", "count"),
-    [(10**8, 132, 3), (1_540_000_000, 132, 1), (10**8, 2_000_000, 1)],
+    ("parameters", "slots", "count"), [(10**8, 132, 3), (1_540_000_000, 132, 1), (10**8, 2_000_000, 1)]
 )
 def test_large_models_and_large_caches_are_compared_on_fewer_sequences(parameters: int, slots: int, count: int) -> None:
     assert default_batch(plan_of(slots), replace(limits(8), max_batch=8), parameters) == count

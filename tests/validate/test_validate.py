@@ -35,7 +35,6 @@ def result(tiny_artifact: Path):
 
 
 def altered(artifact: Path, folder: Path, graph: str, change) -> Path:
-    """Return a copy of the artifact with a changed graph and matching digests."""
     copy = folder / "altered"
     shutil.copytree(artifact, copy)
     manifest = load_manifest(copy)
@@ -48,7 +47,6 @@ def altered(artifact: Path, folder: Path, graph: str, change) -> Path:
 
 @pytest.fixture(params=["native", "off"])
 def operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The native operators, if they are built, and the functions."""
     if request.param == "off":
         monkeypatch.setenv("KVEXPORT_OPERATORS", "off")
 

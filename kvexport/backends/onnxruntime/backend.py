@@ -39,8 +39,6 @@ class Native:
 
 
 class OnnxRuntime(Backend):
-    """The backend that runs exported ONNX graphs unchanged on ONNX Runtime's CPU or CUDA provider."""
-
     name = "onnxruntime"
     packages = (
         Package("onnxruntime", "onnxruntime", "1.22", "run", "runs an artifact's graphs"),
@@ -206,10 +204,7 @@ def _require_room(path: Path, manifest: Manifest) -> None:
 
 
 def _providers() -> tuple[list[str], str]:
-    """Return the names of ONNX Runtime's execution providers, and why it cannot be imported ("" if it can).
-
-    The import may raise any exception, because ONNX Runtime is a compiled module.
-    """
+    """Return ONNX Runtime's providers, and why it cannot be imported; a compiled module may raise any exception."""
     try:
         module = importlib.import_module("onnxruntime")
     except Exception as error:

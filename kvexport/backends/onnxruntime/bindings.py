@@ -22,10 +22,7 @@ CACHE_LINE = 64  # bytes
 
 
 class DeviceRows:
-    """Logits [lanes, 1, vocabulary] of a decoder call that stay on the GPU.
-
-    The largest logits of each batch lane are in host memory.
-    """
+    """Logits [lanes, 1, vocabulary] that stay on the GPU; the largest of each lane are in host memory."""
 
     def __init__(self, logits: DeviceArray, largest: Mapping[str, NDArray[Any]]) -> None:
         self._logits, self._largest = logits, largest
@@ -36,10 +33,7 @@ class DeviceRows:
         return TopLogits(ids, values, float(mass[0]), self._logits.shape[-1])
 
     def row(self, lane: int) -> NDArray[np.float32]:
-        """Return all logits [vocabulary] of a batch lane, copied from the GPU to host memory.
-
-        The first call copies the logits of all lanes, because ONNX Runtime copies whole tensors.
-        """
+        """Return a lane's logits; the first call copies those of all lanes, as ONNX Runtime copies whole tensors."""
         if self._whole is None:
             self._whole = self._logits.read()
         row: NDArray[np.float32] = self._whole[lane, 0]
@@ -47,10 +41,7 @@ class DeviceRows:
 
 
 def bind(binding: Any, name: str | None, present: str | None, array: Array, lanes: slice = ALL) -> None:
-    """Bind batch lanes of `array` to an ONNX Runtime session as its input `name`, its output `present`, or both.
-
-    If both are given, the session overwrites the input with the output in place.
-    """
+    """Bind lanes of `array` as a session's input `name`, output `present`, or both, which updates it in place."""
     where = place(array, lanes)
     if name is not None:
         binding.bind_input(name, *where)
@@ -59,10 +50,7 @@ def bind(binding: Any, name: str | None, present: str | None, array: Array, lane
 
 
 class SmallTensors:
-    """The small inputs or outputs of an ONNX Runtime session, such as token ids, which the host writes or reads.
-
-    On a GPU they share one allocation, so that one copy moves all of them. On the CPU they are bound directly.
-    """
+    """Small inputs or outputs of a session: on a GPU one allocation, so that one copy moves all."""
 
     def __init__(
         self, zeros: Callable[..., Array], tensors: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
@@ -96,7 +84,6 @@ class SmallTensors:
             (binding.bind_output if output else binding.bind_input)(name, *self.place(name))
 
     def send(self) -> None:
-        """Copy the inputs that the host wrote, such as token ids, to the GPU for the next session run."""
         if self._device_piece is not None:
             self._device_piece.write(self._host_piece)
 
@@ -109,19 +96,11 @@ class SmallTensors:
             self._device_piece.write(kept)
 
     def fetch(self) -> dict[str, NDArray[Any]]:
-        """Return the outputs of the last session run that the host reads, such as the largest logits, by name.
-
-        On the CPU the next run overwrites the returned arrays.
-        """
         return self.arrays if self._device_piece is None else self._views(read(self._device_piece))
 
 
 def in_one_piece(tensors: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> dict[str, NDArray[Any]]:
-    """Allocate arrays of zeros in one allocation, and return them by name.
-
-    numpy asks the system for huge pages for a large allocation. Decoding reads an array in huge pages faster than many
-    small arrays in small pages.
-    """
+    """Return arrays of zeros in one allocation, which numpy puts into huge pages: decoding reads it faster."""
     offsets, size = _laid_out(tensors)
     size += CACHE_LINE
     piece = np.zeros(size, np.uint8)

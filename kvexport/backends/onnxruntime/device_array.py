@@ -20,8 +20,6 @@ ALL = slice(None)
 
 
 class DeviceArray:
-    """A tensor at a fixed address on a GPU ("cuda") for ONNX Runtime sessions to bind; at first all zeros."""
-
     def __init__(self, device: str, shape: tuple[int, ...], dtype: Any) -> None:
         from onnxruntime import OrtValue
 
@@ -80,11 +78,7 @@ def copy(source: Array, target: Array, source_lanes: slice = ALL, target_lanes: 
 
 
 def _copy_on_cuda(source: int, target: int, count: int) -> None:
-    """Copy `count` bytes between two GPU addresses with NVIDIA's driver library.
-
-    The library is present wherever ONNX Runtime's CUDA provider runs. The copy needs no wait for earlier session runs:
-    ONNX Runtime returns after their outputs are complete.
-    """
+    """Copy bytes by NVIDIA's driver; earlier runs need no wait, because ONNX Runtime returned after them."""
     devices.use_first_gpu()
     devices.drive("cuMemcpyDtoD_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(count))
     devices.drive("cuCtxSynchronize")

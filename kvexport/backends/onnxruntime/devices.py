@@ -3,8 +3,6 @@
 GPUs are found with NVIDIA's driver library, libcuda, without torch and without the CUDA toolkit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import io
@@ -37,10 +35,6 @@ def require_device(device: str) -> None:
 
 
 def fix_of(device: str, reasons: list[tuple[str, str]]) -> str:
-    """Return what the user can do if ONNX Runtime cannot use a device.
-
-    On a machine without a GPU driver, installing a package does not help.
-    """
     return f"--device cpu, or {A_GPU}" if device == "cuda" and driver_problem() else reasons[0][1]
 
 
@@ -73,13 +67,11 @@ def problems(device: str) -> list[tuple[str, str]]:
 
 
 def install_gpu() -> str:
-    """Return the command that installs ONNX Runtime with CUDA, or a text that says that this machine has no wheel."""
     machine = platform.machine()
     return INSTALL_GPU if (sys.platform, machine) == ("linux", "x86_64") else f"{NO_WHEEL} {sys.platform} on {machine}"
 
 
 def old_driver(onnxruntime: Any) -> tuple[str, str] | None:
-    """Return the problem and its fix if NVIDIA's driver is older than the CUDA that onnxruntime was built for."""
     built = str(getattr(onnxruntime, "cuda_version", "")).partition(".")[0]
     if not built.isdigit():
         return None
@@ -94,7 +86,6 @@ def old_driver(onnxruntime: Any) -> tuple[str, str] | None:
 
 
 def both_packages() -> str:
-    """Return a clause for error messages about onnxruntime and onnxruntime-gpu both being installed; "" otherwise."""
     versions = {name: installed_version(name) for name in SAME_MODULE.values()}
     if not all(versions.values()):
         return ""
@@ -102,7 +93,6 @@ def both_packages() -> str:
 
 
 def package_clash() -> tuple[str, str] | None:
-    """Return the problem and its fix if the package onnxruntime has overwritten onnxruntime-gpu; None otherwise."""
     both = both_packages()
     if not both or module_owner() != SAME_MODULE["cpu"]:
         return None
@@ -110,7 +100,6 @@ def package_clash() -> tuple[str, str] | None:
 
 
 def module_owner() -> str:
-    """Return the package (onnxruntime or onnxruntime-gpu) that the module `onnxruntime` comes from; "" if unknown."""
     try:
         from onnxruntime.capi.build_and_package_info import package_name
     except Exception:  # compiled modules may raise any exception, and older releases have no such file
@@ -144,10 +133,6 @@ def graph_problem() -> str:
 
 
 def load_cuda_libraries(onnxruntime: Any) -> None:
-    """Load the CUDA and cuDNN libraries of NVIDIA's Python packages, if these packages are installed.
-
-    Libraries that the system's loader finds by itself are not loaded here.
-    """
     if getattr(onnxruntime, "cuda_version", "") and hasattr(onnxruntime, "preload_dlls"):
         # preload_dlls prints the libraries that it does not find, although a session may start without them.
         with contextlib.redirect_stdout(io.StringIO()):
@@ -156,7 +141,6 @@ def load_cuda_libraries(onnxruntime: Any) -> None:
 
 @cache
 def driver_problem() -> str:
-    """Return why NVIDIA's driver lists no GPU; "" if it lists one."""
     try:
         return "" if gpu_count() else "the NVIDIA driver shows no GPU"
     except EnvironmentProblem as error:
@@ -164,7 +148,6 @@ def driver_problem() -> str:
 
 
 def drive(name: str, *arguments: Any) -> None:
-    """Call a function of NVIDIA's driver library (libcuda) by name, and check its status."""
     library = driver()
     check(library, name, getattr(library, name)(*arguments))
 

@@ -30,8 +30,6 @@ _NO_ROWS = range(0)
 
 
 class _BoundCall(NamedTuple):
-    """An ONNX Runtime session whose inputs and outputs are bound to the KV caches of some batch lanes."""
-
     session: Any
     binding: Any  # ONNX Runtime binding
     graph: int | None  # id of the call's CUDA graph, or NO_GRAPH; None if the session captures none
@@ -42,10 +40,7 @@ class _BoundCall(NamedTuple):
 
 
 class OnnxRuntimeState(ModelState):
-    """KV caches of a fixed number of batch lanes, and the ONNX Runtime sessions that advance them.
-
-    On the CPU, `state` and `past_length` are numpy arrays; on a GPU, device arrays.
-    """
+    """KV caches of some batch lanes: numpy arrays on the CPU, device arrays on a GPU."""
 
     def __init__(self, model: Sessions, plan: CachePlan, lanes: int) -> None:
         self.lanes = lanes
@@ -126,7 +121,6 @@ class OnnxRuntimeState(ModelState):
         turn: int = 0,
         images: CallImages | None = None,
     ) -> _BoundCall:
-        """Copy token ids and lengths of a decoder call to the device; return the bound session that makes the call."""
         self._settle()
         count, tokens = input_ids.shape
         call = self._decoder(first, count, tokens, turn, images)
@@ -347,10 +341,6 @@ class OnnxRuntimeState(ModelState):
         return _BoundCall(session, binding, self._model.new_graph(MERGE, is_captured(first, last)))
 
     def _inputs(self, count: int, tokens: int, turn: int) -> SmallTensors:
-        """Return buffers for the token ids and lengths of a decoder call.
-
-        On a GPU, calls of one token share buffers.
-        """
         shared = tokens == 1 and self.top_logits is not None
         if shared and (kept := self._step_inputs[turn]) is not None:
             return kept.of_lanes(count)
@@ -388,7 +378,5 @@ class OnnxRuntimeState(ModelState):
 
 
 class LoadedModel(Sessions):
-    """An exported model on ONNX Runtime: its sessions, which any number of states (batches of KV caches) share."""
-
     def new_state(self, plan: CachePlan, lanes: int) -> OnnxRuntimeState:
         return OnnxRuntimeState(self, plan, lanes)

@@ -1,7 +1,5 @@
 """The ONNX Runtime sessions of an artifact: how they are opened, run, and replayed as CUDA graphs."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import threading
@@ -41,8 +39,6 @@ def _run_options(graph: int | None, wait: bool) -> Any:
 
 
 class Sessions:
-    """The ONNX Runtime sessions of one exported model, with one copy of the weights for any number of batches."""
-
     def __init__(
         self,
         decoder: Path,
@@ -102,7 +98,6 @@ class Sessions:
         return tensor
 
     def session(self, name: str) -> Any:
-        """Return the ONNX Runtime session of an ONNX graph by name; the first call opens it."""
         if name not in self._opened:
             try:
                 self._opened[name] = self._open[name](graphs=name in self.graphs)

@@ -29,8 +29,6 @@ VARIABLE = "KVEXPORT_OPERATORS"
 
 @dataclass(frozen=True)
 class Implementation:
-    """How one of kvexport's operators runs on this machine: as a native kernel or as its ONNX function."""
-
     native: bool  # whether the native kernel runs
     detail: str  # instruction set of the native kernel, or why the ONNX function runs instead
 
@@ -39,10 +37,6 @@ class Implementation:
 
 
 def library(device: str = "cpu") -> Path | None:
-    """Return the path of the native operator library that sessions on `device` register; None if there is none.
-
-    The environment variable KVEXPORT_OPERATORS names another library, or is ``off``.
-    """
     return libraries.find(VARIABLE, NAMES[device], "onnxruntime-cuda" if device == "cuda" else "")
 
 
@@ -60,31 +54,22 @@ def how_to_build(device: str) -> str:
 
 
 def instruction_set(path: Path) -> str:
-    """Return the instruction set that a native operator library uses on this machine.
-
-    On the CPU it is amx, avx512vnni, avx512, avxvnni, avx2, i8mm, dotprod, neon or portable. For CUDA it is the list of
-    GPUs that the library is compiled for, such as "sm_80, sm_90".
-    """
+    """Return the instruction set in use, such as avx2, or the GPUs that a library for CUDA is compiled for."""
     return _ask(path, "kvexport_isa")
 
 
 def why_small_pages(path: Path) -> str:
-    """Return why the native library leaves weights in small memory pages; "" if it copies them into huge pages.
-
-    The page docs/tasks/native-operators.md describes huge pages of weights.
-    """
+    """Return why weights stay in small memory pages (docs/tasks/native-operators.md); "" if in huge pages."""
     return _ask(path, "kvexport_huge_pages")
 
 
 def require_runnable(path: Path, device: str) -> None:
-    """Check that the kernels of a native operator library can run on this machine's processor or GPU."""
     problem = _ask(path, "kvexport_device_problem") if _has(path, "kvexport_device_problem") else ""
     if problem:
         raise EnvironmentProblem(f"{path.name} cannot be used: {problem}", f"{how_to_build(device)}, or {VARIABLE}=off")
 
 
 def why_function(path: Path | None, op: str, method: Method, device: str = "cpu") -> str | None:
-    """Return why one of kvexport's operators runs as its ONNX function; None if its native kernel runs."""
     if path is None:
         return why_no_library(device)[0]
     if method.extra_state and (device != "cpu" or not method.reference_queries):
@@ -100,7 +85,6 @@ def why_function(path: Path | None, op: str, method: Method, device: str = "cpu"
 
 
 def implementations(manifest: Manifest, device: str | None = None) -> dict[str, Implementation]:
-    """Return how this machine runs VoteAttention and MergeCache in an artifact: natively or as ONNX functions."""
     from kvexport.backends.onnxruntime import section
 
     recipe = manifest.recipe
@@ -122,10 +106,7 @@ def implementations(manifest: Manifest, device: str | None = None) -> dict[str, 
 
 
 def _why_no_layer(path: Path, op: str, manifest: Manifest) -> str | None:
-    """Return why a native library has no kernel of `op` for one of the model's layers; None if it has.
-
-    A library without limits for layers does not export the function that checks them.
-    """
+    """Return why a library lacks a kernel of `op` for a layer; a library without limits does not export the check."""
     if not _has(path, "kvexport_attention_problem"):
         return None
     merges = op == "MergeCache"
@@ -146,7 +127,6 @@ def _why_no_layer(path: Path, op: str, manifest: Manifest) -> str | None:
 
 @cache
 def loaded(path: Path) -> ctypes.CDLL:
-    """Load a native operator library, after a check that it was built for this version of kvexport's operators."""
     if libraries.is_cut_off(path):
         raise _refused(path, f"{path} is damaged: its end is missing")
     try:

@@ -16,8 +16,6 @@ DEFAULT = True  # the backend of recipes that name none
 
 
 class Section(RecipeSection):
-    """Schema of the keys that ONNX Runtime adds to a recipe's section `backend:`."""
-
     device: Literal["cpu", "cuda"] = Field("cpu", description="The device on which ONNX Runtime runs the graphs.")
     threads: int = Field(
         0, ge=0, le=1024, description="Threads of ONNX Runtime on the CPU; 0 for one on each fast core."

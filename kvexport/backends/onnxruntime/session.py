@@ -127,7 +127,4 @@ def _fits(shape: Sequence[int | str], expected: Sequence[int]) -> bool:
 
 
 def _unusable(path: Path, problem: str) -> ArtifactError:
-    return ArtifactError(
-        f"{path} cannot be run: {problem}",
-        built_again(path.parent),
-    )
+    return ArtifactError(f"{path} cannot be run: {problem}", built_again(path.parent))

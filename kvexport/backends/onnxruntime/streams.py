@@ -1,7 +1,5 @@
 """The CUDA stream in which a model's ONNX Runtime sessions run, so that the host need not wait between two runs."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from collections.abc import Callable
@@ -17,7 +15,6 @@ class HostStream:
     address: int | None = None  # of a CUDA stream; None without a GPU
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that does nothing, because runs without a GPU have ended when they return."""
         return lambda: None
 
     def wait(self) -> None:
@@ -25,10 +22,7 @@ class HostStream:
 
 
 class CudaStream(HostStream):
-    """A CUDA stream: runs are enqueued and execute one after another.
-
-    The stream exists until the process ends, because ONNX Runtime sessions may use it until they are closed.
-    """
+    """A CUDA stream; it exists until the process ends, because sessions may use it until they are closed."""
 
     def __init__(self) -> None:
         self._driver = devices.driver()  # loaded once: every step calls its functions

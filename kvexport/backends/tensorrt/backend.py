@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 
 class TensorRT(Backend):
-    """The backend that runs TensorRT engines, built from ONNX graphs on the machine that will run them."""
-
     name = "tensorrt"
     packages = (
         Package("tensorrt", "tensorrt", "11", "tensorrt", "TensorRT engines", needs_gpu=True),
@@ -63,16 +61,11 @@ class TensorRT(Backend):
         return EngineBuilder(section.of(recipe).tensorrt).add_engines
 
     def operator_problem(self, recipe: Recipe, operator: str) -> tuple[str, str] | None:
-        """Return why TensorRT cannot run an operator, and the backend that can; None if it can.
-
-        TensorRT runs neither experts nor layers with recurrent states.
-        """
         from kvexport.backends.tensorrt.graphs import REFUSED, refused_operator
 
         return refused_operator(operator) if operator in REFUSED else None
 
     def positive_scales(self, recipe: Recipe) -> bool:
-        """Return True, because TensorRT dequantizes only weights whose scales are above 0."""
         return True
 
     def packing_problem(
@@ -105,10 +98,7 @@ class TensorRT(Backend):
         return Runners(decode, prefill, merge)
 
     def diagnose(self) -> Diagnosis:
-        """Return the state of TensorRT's plugin library on this machine, for `kvexport doctor`.
-
-        Whether TensorRT accepts the plugins is known only when engines are built.
-        """
+        """Return the state of the plugins' library; whether TensorRT accepts them is known when engines are built."""
         try:
             path = plugin.library()
         except EnvironmentProblem as error:

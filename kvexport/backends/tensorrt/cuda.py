@@ -1,7 +1,5 @@
 """The CUDA runtime calls of the TensorRT backend, by NVIDIA's package cuda-bindings, with checks of their errors."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import weakref
@@ -34,10 +32,7 @@ _LACKS = {
 
 
 class Cuda:
-    """Wrapper of the CUDA runtime that raises EnvironmentProblem for CUDA's errors.
-
-    Streams and CUDA graphs are objects of the package cuda-bindings.
-    """
+    """The CUDA runtime, with EnvironmentProblem for its errors."""
 
     def __init__(self) -> None:
         try:
@@ -73,15 +68,6 @@ class Cuda:
     def synchronize(self, stream: Any) -> None:
         self.call("cudaStreamSynchronize", stream)
 
-    def event(self) -> Any:
-        return self.call("cudaEventCreateWithFlags", self.api.cudaEventDisableTiming)
-
-    def record(self, event: Any, stream: Any) -> None:
-        self.call("cudaEventRecord", event, stream)
-
-    def wait(self, event: Any) -> None:
-        self.call("cudaEventSynchronize", event)
-
     def copy(self, target: int, source: int, count: int, stream: Any) -> None:
         self.call("cudaMemcpyAsync", target, source, count, self.api.cudaMemcpyKind.cudaMemcpyDefault, stream)
 
@@ -89,10 +75,7 @@ class Cuda:
         self.call("cudaMemsetAsync", target, 0, count, stream)
 
     def capture(self, enqueue: Callable[[], None], stream: Any) -> Any:
-        """Capture the work that `enqueue` puts into `stream`, and return a CUDA graph that is ready to launch.
-
-        Capturing does not run the work.
-        """
+        """Return a CUDA graph of the work that `enqueue` puts into `stream`, which is not run."""
         self.call("cudaStreamBeginCapture", stream, self.api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
         try:
             enqueue()
@@ -102,9 +85,6 @@ class Cuda:
             return self.call("cudaGraphInstantiate", graph, 0)
         finally:
             self.call("cudaGraphDestroy", graph)
-
-    def launch(self, graph: Any, stream: Any) -> None:
-        self.call("cudaGraphLaunch", graph, stream)
 
 
 class Replay:
@@ -130,7 +110,7 @@ class Replay:
                 self._warn(error.problem)
         self._calls += 1
         if self._graph is not None:
-            self._cuda.launch(self._graph, self._stream)
+            self._cuda.call("cudaGraphLaunch", self._graph, self._stream)
         else:
             enqueue()
 
@@ -162,17 +142,12 @@ class Arena:
         return [*self._layout]
 
     def array(self, name: str, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
-        """Return the host copy of a GPU tensor as an array.
-
-        With a smaller `shape` the array has only the first elements.
-        """
         assert self.host is not None
         offset, full, dtype = self._layout[name]
         shape = full if shape is None else shape
         return self.host[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
     def upload(self, stream: Any, *, begin: str | None = None) -> None:
-        """Enqueue a copy of tensors from the host to the GPU: all tensors, or the tensor `begin` and all after it."""
         assert self.host is not None
         start = 0 if begin is None else self._layout[begin][0]
         self._cuda.copy(self.device + start, self.host.ctypes.data + start, self.nbytes - start, stream)

@@ -4,8 +4,6 @@ A plan runs only with the TensorRT version and the kind of GPU that built it, so
 run it. TensorRT's log becomes the artifact's file tensorrt.log.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -36,8 +34,6 @@ MOST_SORTED = 3839  # elements of an axis that TensorRT's TopK sorts
 
 @dataclass(frozen=True)
 class Profile:
-    """A TensorRT optimization profile: the smallest, usual and largest numbers of sequences and of tokens in a call."""
-
     batch: tuple[int, int, int]
     tokens: tuple[int, int, int] = (1, 1, 1)
 
@@ -65,11 +61,6 @@ def single_profile(limits: Limits, count: int) -> int:
 
 
 class EngineBuilder:
-    """A builder of TensorRT engines for this machine's GPU, with kvexport's plugins if the recipe asks for them.
-
-    A build creates the builder before all other work, so that missing requirements are reported at once.
-    """
-
     def __init__(self, options: TensorRTSection) -> None:
         self.options = options
         self.gpu: Gpu = require_gpu(Cuda())
@@ -121,10 +112,7 @@ class EngineBuilder:
         return replace(manifest, operators=operators, engines={**manifest.engines, NAME: asdict(record)})
 
     def _converted(self, folder: Path, manifest: Manifest) -> list[tuple[str, str, Any, dict[str, str]]]:
-        """Convert every ONNX graph for TensorRT's parser; return kind, file, graph, and why nodes are no plugins.
-
-        All graphs are converted and checked before the first engine is built, because a build takes minutes.
-        """
+        """Convert all graphs before the first build; return kind, file, graph, and why nodes are no plugins."""
         import onnx
 
         converted = []
@@ -189,7 +177,6 @@ class EngineBuilder:
 
 
 def require_sortable(state: CachePlan, why: str) -> None:
-    """Check that TensorRT can merge KV caches by MergeCache's ONNX function, which sorts all slots of a KV head."""
     for i, cache in enumerate(state.caches):
         slots = max(cache.capacity)
         if cache.merges and slots > MOST_SORTED:

@@ -1,7 +1,5 @@
 """Checks of TensorRT and the GPU before TensorRT is used, because TensorRT crashes without a GPU driver."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from dataclasses import dataclass
@@ -35,18 +33,15 @@ def dotted(numbers: tuple[int, ...]) -> str:
 
 
 def version_of(text: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version's text: "11.4.0.106+cuda13" becomes (11, 4, 0, 106)."""
     numbers = re.match(r"\d+(\.\d+)*", text)
     return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
 def install() -> str:
-    """Return the command that installs TensorRT on this machine; a Jetson needs the TensorRT of its JetPack release."""
     return INSTALL_JETSON if JETSON.exists() else INSTALL
 
 
 def require_build_memory(weight_bytes: int) -> None:
-    """Check that a TensorRT engine and its plan file fit into a Jetson's memory, before a build that takes minutes."""
     if JETSON.exists():
         require_memory(2 * weight_bytes, "an engine with its plan", f"{PACK}, at the export on another machine")
 

@@ -31,16 +31,14 @@ REFUSED = {"Experts": "a mixture of experts", "LinearAttention": "layers with re
 def for_tensorrt(
     model: onnx.ModelProto, refusal: Callable[[onnx.NodeProto], str | None]
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
-    """Return an ONNX graph converted for TensorRT's parser, and for each operator why it is no plugin.
-
-    The reason is "" for an operator that runs as a plugin.
-    """
+    """Return an ONNX graph for TensorRT's parser, and for each operator why it is no plugin ("" if it is one)."""
     import onnx
     from onnx import inliner
 
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
-    plugins = {i: _plugin_node(node) for i, node in enumerate(copy.graph.node) if _is_own(node)}
+    own = [(i, x) for i, x in enumerate(copy.graph.node) if x.domain == NAMESPACE and x.op_type in OPERATORS]
+    plugins = {i: _plugin_node(node) for i, node in own}
     whys: dict[str, str] = {}
     for node in plugins.values():
         whys[node.op_type] = whys.get(node.op_type) or refusal(node) or ""
@@ -60,10 +58,6 @@ def for_tensorrt(
         if node.domain == NAMESPACE:
             node.overload = ""
     return with_typed_weights(seen), whys
-
-
-def _is_own(node: onnx.NodeProto) -> bool:
-    return node.domain == NAMESPACE and node.op_type in OPERATORS
 
 
 def _plugin_node(node: onnx.NodeProto) -> onnx.NodeProto:
@@ -113,6 +107,5 @@ def refused_operator(op_type: str) -> tuple[str, str]:
 
 
 def operators_of(whys: Mapping[str, str], has_merge: bool) -> dict[str, str | None]:
-    """Return how TensorRT runs each operator, for the manifest; None for MergeCache if no KV cache is merged."""
     result: dict[str, str | None] = {name: "function" if whys.get(name) else "plugin" for name in OPERATORS}
     return result if has_merge else {**result, "MergeCache": None}

@@ -3,8 +3,6 @@
 The classes derive from TensorRT's own classes, so they are defined after TensorRT is imported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvexport.terminal import Task
@@ -13,10 +11,7 @@ STEPS = 1000  # the number to which a progress bar of a build counts
 
 
 def make_log(trt: Any) -> Any:
-    """Return a `tensorrt.ILogger` that collects TensorRT's messages in lists.
-
-    The attribute `lines` of the result has all messages that are not verbose, and `errors` only the errors.
-    """
+    """Return a `tensorrt.ILogger` with the `lines` of all messages that are not verbose, and the `errors`."""
     severities = trt.ILogger.Severity
 
     class Log(trt.ILogger):  # type: ignore[misc]
@@ -36,10 +31,7 @@ def make_log(trt: Any) -> Any:
 
 
 def make_monitor(trt: Any, task: Task) -> Any:
-    """Return a `tensorrt.IProgressMonitor` that advances the progress bar `task` to `STEPS`.
-
-    The monitor stops TensorRT's build if its attribute `interrupted` is set to true.
-    """
+    """Return a `tensorrt.IProgressMonitor` that advances `task` to `STEPS`, and stops if `interrupted` is set."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -27,8 +27,6 @@ Copy = tuple[int, int, int]  # target address, source address, bytes
 
 
 class LoadedModel(Plans):
-    """The TensorRT engines of one exported model, for any number of states (batches of KV caches)."""
-
     in_host_memory = False
 
     def new_state(self, plan: CachePlan, lanes: int) -> TensorRTState:
@@ -36,8 +34,6 @@ class LoadedModel(Plans):
 
 
 class TensorRTState(ModelState):
-    """KV caches of a fixed number of batch lanes on the GPU, and the TensorRT engines that advance them."""
-
     def __init__(self, engines: LoadedModel, plan: CachePlan, lanes: int) -> None:
         self.lanes = lanes
         self.plan = plan
@@ -70,7 +66,6 @@ class TensorRTState(ModelState):
         self.clear(0, lanes)
 
     def clear(self, first: int, last: int, *, poisoned: bool = False) -> None:
-        """Empty the KV caches of batch lanes first <= lane < last; a state of zeros is an empty KV cache."""
         if last - first == self.lanes:
             self.cuda.clear(self.state.device, self.state.nbytes, self.stream)
         else:
@@ -86,11 +81,7 @@ class TensorRTState(ModelState):
     def bind_lanes(
         self, context: Any, names: list[tuple[str, str]], first: int, count: int, *, width: int, kind: str
     ) -> tuple[list[Copy], list[Copy]]:
-        """Bind the state tensors of some batch lanes to a TensorRT execution context; return the copies to make.
-
-        The copies, before and after the engine's run, are for lanes whose address is not aligned, and for tensors that
-        the run must not overwrite.
-        """
+        """Bind state tensors of lanes; return copies around the run, for unaligned or unoverwritable ones."""
         before, after = [], []
         for name, present in names:
             place, size = self.share(name, first, count)
@@ -216,11 +207,7 @@ class TensorRTState(ModelState):
 
 
 class Phase:
-    """The decoder calls of one kind, decode (one token) or prefill (up to `tokens` tokens), and their staging memory.
-
-    The staging memory is page-locked. The largest logits of a decode call are copied to the host with it; a whole row
-    of logits is copied only when a caller asks for it (`Rows.row`).
-    """
+    """The decoder calls of up to `tokens` tokens, with page-locked staging memory."""
 
     def __init__(self, backend: TensorRTState, tokens: int) -> None:
         engines, lanes = backend.engines, backend.lanes
@@ -246,14 +233,14 @@ class Phase:
             }
             self.largest = Arena(self.cuda, tensors, pinned=True)
         self._calls: dict[tuple[int, int] | None, Call] = {}
-        self._event = self.cuda.event()
+        self._event = self.cuda.call("cudaEventCreateWithFlags", self.cuda.api.cudaEventDisableTiming)
         weakref.finalize(self, self.cuda.api.cudaEventDestroy, self._event).atexit = False
 
     def mark(self) -> Pending:
-        self.cuda.record(self._event, self.stream)
+        self.cuda.call("cudaEventRecord", self._event, self.stream)
 
         def rows() -> Rows:
-            self.cuda.wait(self._event)
+            self.cuda.call("cudaEventSynchronize", self._event)
             return self
 
         return rows

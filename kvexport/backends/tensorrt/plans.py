@@ -1,7 +1,5 @@
 """Loading of an artifact's TensorRT engines from their plan files, and execution contexts of the engines."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any
@@ -33,8 +31,6 @@ def overwritten(manifest: Manifest) -> dict[str, frozenset[str]]:
 
 
 class Plans:
-    """The TensorRT engines of one exported model, loaded from plan files; all engines share one copy of the weights."""
-
     def __init__(self, path: Path, manifest: Manifest) -> None:
         engines = engine_record(path, manifest)
         if engines is None:
@@ -62,7 +58,6 @@ class Plans:
 
     @property
     def memory_size(self) -> int:
-        """The bytes of scratch memory that a run needs, for the TensorRT engine that needs the most."""
         opened = [engine for engine in (self.decoder, self.merge, self.top_logits) if engine is not None]
         return max(int(engine.device_memory_size_v2) for engine in opened)
 
@@ -83,8 +78,6 @@ class Plans:
             raise KvexportError(f"TensorRT did not run an engine: {self._last_errors()}")
 
     def replay(self, stream: Any, label: str) -> Replay:
-        """Return a wrapper that replays repeated work of a CUDA stream as a CUDA graph."""
-
         def warn(why: str) -> None:
             self.log.lines.append(f"[WARNING] {label} runs without a CUDA graph: {why}")
 

@@ -3,8 +3,6 @@
 Without the library, or for a node that it does not support, an engine is built from the node's ONNX function.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -27,10 +25,6 @@ BUILD = (
 
 
 def library() -> Path | None:
-    """Return the path of the TensorRT plugin library to register; None if there is none.
-
-    The environment variable KVEXPORT_TENSORRT_PLUGIN names another library, or is ``off``.
-    """
     return libraries.find(VARIABLE, NAME, "tensorrt")
 
 
@@ -39,10 +33,6 @@ def why_no_library() -> tuple[str, str]:
 
 
 def what_building_lacks() -> str | None:
-    """Return what a build of the TensorRT plugins lacks (headers or nvcc), with the command that installs it.
-
-    The result is None if nothing is missing, or if there is no checkout of kvexport to build from.
-    """
     root = checkout()
     if root is None:
         return None

@@ -1,7 +1,5 @@
 """The record of an artifact's TensorRT engines in its manifest."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -18,8 +18,6 @@ FORMER_KEYS = (("tensorrt", "version_compatible"), ("tensorrt", "hardware_compat
 
 
 class TensorRTSection(RecipeSection):
-    """Schema of the recipe keys `backend.tensorrt`, which say how TensorRT engines are built."""
-
     plugin: Literal["auto", "always", "never"] = Field(
         "auto",
         description="Whether plugins run kvexport's operators. auto: if the plugins' library exists; always: a build "
@@ -29,8 +27,6 @@ class TensorRTSection(RecipeSection):
 
 
 class Section(RecipeSection):
-    """Schema of the keys that TensorRT adds to a recipe's section `backend:`."""
-
     tensorrt: TensorRTSection = Field(TensorRTSection(), description="How TensorRT engines are built.")
 
 

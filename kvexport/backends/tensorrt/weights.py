@@ -26,7 +26,6 @@ TABLE = "TensorRT takes no packed weights with a table of numbers"
 
 
 def problem(dtype: str, group: int, *, has_offset: bool) -> str:
-    """Return why TensorRT cannot dequantize the packed weight of a matrix product; "" if it can."""
     if dtype != "int4" or has_offset:
         return "TensorRT takes only int4, without zero points and minima"
     if group not in BLOCKS:
@@ -35,7 +34,6 @@ def problem(dtype: str, group: int, *, has_offset: bool) -> str:
 
 
 def require_taken(model: onnx.ModelProto, folder: Path) -> None:
-    """Check that TensorRT can run every packed (quantized) weight of an ONNX graph."""
     import onnx
 
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}

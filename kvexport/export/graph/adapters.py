@@ -9,8 +9,6 @@ the other, where R is the sum of the adapters' ranks. `second` [R, outputs] is t
 `adapter_rows` [B, 1, R] is 1 at the ranks of the adapter that a batch lane uses, and 0 at all others.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 
@@ -49,11 +47,7 @@ def put_adapters(graph: ir.Graph, targets: Sequence[str] | None) -> dict[str, tu
 def projection_sizes(
     model: torch.nn.Module, mode: FakeTensorMode, targets: Sequence[str] | None
 ) -> dict[str, tuple[int, int]]:
-    """Return the (inputs, outputs) of each projection that takes LoRA adapters, for a model that is not traced yet.
-
-    A forward pass on fake tensors (tensors without data) shows which projections receive data [batch, tokens, inputs].
-    Routers and shared experts of some models receive data [tokens, inputs] instead, and take no adapters.
-    """
+    """Return the (inputs, outputs) of each projection of an untraced model that receives [batch, tokens, inputs]."""
     sizes: dict[str, tuple[int, int]] = {}
 
     def hook(name: str) -> Callable[[torch.nn.Linear, tuple[torch.Tensor, ...]], None]:

@@ -4,8 +4,6 @@ The form of an Experts node (`ExpertsForm`) is its activation, gate and biases, 
 The form decides the inputs of the node, and the ONNX function that the node names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The ONNX graphs of an artifact: from traces, the cache plan, and the size of the vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,12 +22,7 @@ from kvexport.ops.experts import experts_function
 from kvexport.ops.layer_state import merge_cache_functions, vote_attention_functions
 from kvexport.ops.linear_attention import linear_attention_functions, update_rules
 from kvexport.ops.merge_cache import MergeCacheAttributes
-from kvexport.ops.onnx_function import (
-    DOMAIN,
-    VERSION,
-    merge_cache_node_attributes,
-    vote_attention_node_attributes,
-)
+from kvexport.ops.onnx_function import DOMAIN, VERSION, merge_cache_node_attributes, vote_attention_node_attributes
 from kvexport.ops.packed import PackedFormat
 from kvexport.ops.to_onnx import OPSET
 from kvexport.ops.vote_attention import VoteAttentionAttributes
@@ -156,10 +149,7 @@ def merge_model(plan: CachePlan, method: Method) -> onnx.ModelProto | None:
             continue
         attributes = merge_attributes(layer, method)
         own = merge_cache_functions(
-            attributes,
-            head_sizes=(layer.key_size, layer.value_size),
-            cache_type=layer.dtype,
-            capacity=layer.capacity,
+            attributes, head_sizes=(layer.key_size, layer.value_size), cache_type=layer.dtype, capacity=layer.capacity
         )
         functions |= {(function.name, function.overload): function for function in own}
         past, present = [x.past(i) for x in layer.state], [x.present(i) for x in layer.state]

@@ -7,8 +7,6 @@ difference is therefore found wherever it comes from: the config, a module's typ
 layer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -83,11 +81,7 @@ def left_out(model: nn.Module, layers: Layers, numbers: Iterable[int]) -> Iterat
 
 
 class _PassesOn(nn.Module):
-    """A replacement for a decoder layer that is not traced; the replacement returns its input hidden state.
-
-    The replacement has all attributes of the layer but no parameters, because a trace would record parameters as
-    weights.
-    """
+    """A stand-in for a decoder layer, with its attributes but without parameters, which a trace would record."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

@@ -5,8 +5,6 @@ belongs to a layer if it depends on the hidden state within the layer's borders,
 other values that these nodes read (positions, rotary tables, sizes, constants) are shared by all layers.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,11 +28,7 @@ class _Layer:
 
 
 def replicate_layers(model: ir.Model, layers: Layers, plan: CachePlan) -> bool:
-    """Complete a trace that has only the layers `layers.traced()`; return whether this is possible.
-
-    Every missing layer becomes a copy of the first layer that computes the same function, with its own parameters and
-    cache state. The LayerBorder nodes, which mark where layers begin and end, are removed.
-    """
+    """Complete a trace that has only the layers `layers.traced()`; return whether this is possible."""
     graph = model.graph
     prefix = f"model.{layers.name}."
     traced = _find_layers(graph, prefix, plan)
@@ -62,10 +56,7 @@ def replicate_layers(model: ir.Model, layers: Layers, plan: CachePlan) -> bool:
 
 
 def _find_layers(graph: ir.Graph, prefix: str, plan: CachePlan) -> dict[int, _Layer]:
-    """Return the traced decoder layers by number; empty if layers are not joined by one hidden state.
-
-    Two LayerBorder nodes of the graph mark where each layer begins and ends.
-    """
+    """Return the traced decoder layers by number; empty if layers are not joined by one hidden state."""
     borders = {
         tuple(node.attributes[a].as_int() for a in ("layer", "end")): node for node in graph if node.op_type == BORDER
     }
@@ -142,7 +133,6 @@ def _same_leaf(x: ir.Value, y: ir.Value, i: int, j: int, prefix: str) -> bool:
 
 
 def _meaning(node: ir.Node) -> tuple[Any, ...]:
-    """Return a node's operator and attributes, without the layer's number, to compare nodes of two layers."""
     attributes = {
         name: attribute.value for name, attribute in node.attributes.items() if (node.domain, name) != (DOMAIN, "layer")
     }

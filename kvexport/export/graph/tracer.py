@@ -1,7 +1,5 @@
 """The trace of a Hugging Face decoder without its weights as an ONNX graph, with VoteAttention nodes as attention."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -51,11 +49,7 @@ def layer_attributes(method: Method, layer: LayerGeometry, value_prefix: int = 0
 
 
 def used_slots(votes: Tensor, heads: int) -> Tensor:
-    """Return how many slots a KV head occupies in each sequence, [B, 1] int64, from the votes [B, S] of all heads.
-
-    Votes are the number of tokens that a KV-cache slot stands for, 0 for an empty slot. All `heads` have equally many
-    occupied slots. With `cache.positions: cache` this number is the next token's position.
-    """
+    """Return how many slots a KV head occupies in each sequence, [B, 1] int64, from the votes [B, S] of all heads."""
     return torch.div((votes > 0).to(torch.int64).sum(-1, keepdim=True), heads, rounding_mode="floor")
 
 
@@ -129,22 +123,15 @@ class CachedAttention:
 
 
 class _Tracing(CachedAttention):
-    """The attention of a traced decoder: a VoteAttention placeholder for each KV cache, which returns the new state."""
-
     def __init__(self, operator: Operator, past: dict[int, dict[str, Tensor]], *options: Any) -> None:
         super().__init__(*options)
         self.operator, self.placeholder, self.past = operator, _attention_placeholder(operator), past
 
     def append(self, cache: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         inputs = {
-            "query": query,
-            "key": key,
-            "value": value,
-            "position": self.position,
-            "query_length": self.query_length,
-            "sink_logits": None if sinks is None else sinks.float(),
-            **self.past[cache],
-        }
+            "query": query, "key": key, "value": value, "position": self.position, "query_length": self.query_length,
+            "sink_logits": None if sinks is None else sinks.float(), **self.past[cache],
+        }  # fmt: skip
         output: Tensor
         output, *self.present[cache] = self.placeholder(
             *(inputs[name] for name in self.operator.input_names), layer=cache
@@ -322,11 +309,7 @@ def _trace(decoder: _Decoder, mode: FakeTensorMode, plan: CachePlan, layers: Seq
                 inputs,
                 shapes,
                 translations,
-                input_names=[
-                    *("input_ids", "query_length", "past_length"),
-                    *images,
-                    *(x.past(i) for i, x in tensors),
-                ],
+                input_names=[*("input_ids", "query_length", "past_length"), *images, *(x.past(i) for i, x in tensors)],
                 output_names=["logits", "present_length", *(x.present(i) for i, x in tensors)],
             )
     except UsageError:
@@ -376,10 +359,7 @@ def onnx_operator(
     optional: Sequence[str] = (),
     domain: str = DOMAIN,
 ) -> Any:
-    """Return the ONNX operator that replaces a custom PyTorch operator of the traced model.
-
-    Each input and output may have any of four tensor types. `optional` names the inputs that may be absent.
-    """
+    """Return the ONNX operator for a custom PyTorch operator; `optional` names the inputs that may be absent."""
     types = {"int": OpSchema.AttrType.INT, "float": OpSchema.AttrType.FLOAT, "str": OpSchema.AttrType.STRING}
     typed = attributes if isinstance(attributes, Mapping) else dict.fromkeys(attributes, "int")
     kinds = ["tensor(float)", "tensor(float16)", "tensor(int32)", "tensor(int64)"]

@@ -64,10 +64,7 @@ _attended: ContextVar[set[int]] = ContextVar("attended")  # layers that have att
 
 @contextlib.contextmanager
 def attending(attention: Attending, position: Tensor | None = None) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
-    """Within this context, let `attention` compute the attention of models, for tokens at `position` [B, T].
-
-    Without `position`, the positions count from 0. The yielded dictionary gets each layer's keys and values.
-    """
+    """Within this context, let `attention` compute the attention of tokens at `position` [B, T], or from 0 on."""
     token, cached, attended = _current.set(attention), _cached.set({}), _attended.set(set())
     placed = _position.set(position)
     try:
@@ -90,10 +87,7 @@ def cache_name(model: Any) -> str:
 
 
 class _NoLayers(list[Any]):
-    """The empty list of layers of a cache.
-
-    Qwen 4 Exp asks a layer for the positions of earlier tokens, for its indexers.
-    """
+    """No layers; Qwen 4 Exp asks a cache's layer for the positions of earlier tokens, for its indexers."""
 
     def __getitem__(self, index: Any) -> Any:
         return SimpleNamespace(indexer_position_ids=None)
@@ -142,12 +136,7 @@ class PassThroughCache(Cache):
 
 
 def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    **options: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
     output = attend(module, query, key, value, {**options, "attention_mask": attention_mask}).transpose(1, 2)
     # The output is contiguous, as that of transformers' own functions is: some models take views of it.
@@ -238,11 +227,7 @@ class ImageRows:
 
 
 class TokenLogits:
-    """A hook that makes a model compute only the logits of each sequence's last token that is not padding.
-
-    The hook on the model's output projection selects that token's hidden state. What the model does to logits
-    afterwards (softcap, scaling) still happens.
-    """
+    """A hook on the output projection: only each sequence's last token that is not padding gets logits."""
 
     def __init__(self, model: Any) -> None:
         self.query_length: Tensor | None = None

@@ -8,7 +8,7 @@ that create `Pairs`, which are pairs of real numbers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,15 +40,11 @@ class Pairs:
         return Pairs(self.parts.to(device))
 
 
-def _polar(size: Tensor, angle: Tensor) -> Pairs:
-    return Pairs(torch.stack([size * angle.cos(), size * angle.sin()], -1))
-
-
-def _view_as_real(x: Pairs) -> Tensor:
-    return x.parts
-
-
-FUNCTIONS = {"polar": _polar, "view_as_complex": Pairs, "view_as_real": _view_as_real}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "polar": lambda size, angle: Pairs(torch.stack([size * angle.cos(), size * angle.sin()], -1)),
+    "view_as_complex": Pairs,
+    "view_as_real": lambda x: x.parts,
+}
 
 
 @contextlib.contextmanager

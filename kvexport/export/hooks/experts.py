@@ -6,8 +6,6 @@ placeholder operator, which becomes the Experts node of a trace. `experts_form` 
 between its two matrix products.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -88,11 +86,7 @@ def expert_layouts(model: nn.Module) -> dict[str, Layout]:
 
 
 def chosen_shares(model: nn.Module) -> dict[str, float]:
-    """Return, for each parameter of experts, the fraction that a decode step of one sequence reads.
-
-    The model must have been probed (`kvexport.export.model.probe.probe_layers`). In a module that the probe did not
-    run, the share is 1.
-    """
+    """Return the fraction of each parameter of experts that a decode step reads; 1 where no probe ran."""
     shares: dict[str, float] = {}
     for prefix, module in expert_modules(model):
         experts = module.down_proj.shape[0]
@@ -102,17 +96,12 @@ def chosen_shares(model: nn.Module) -> dict[str, float]:
 
 
 def find_forms(model: nn.Module) -> None:
-    """Store, for all experts of a model, what they compute between their matrix products (`experts_form`)."""
     for _, module in expert_modules(model):
         _forms[module] = experts_form(module)
 
 
 def experts_form(module: Any) -> ExpertsForm:
-    """Return what an expert of `module` computes between its matrix products: the activation and its parameters.
-
-    The module's own activation is run in float64 on a grid of gate and up values, and the form that gives the same
-    values is returned. Candidates for the parameters (slope, limit) are the attributes of the module.
-    """
+    """Return what an expert of `module` computes between its products, by trying forms on a grid of values."""
     kind = type(module).__name__
     if getattr(module, "has_post_expert_norm", False):
         raise UsageError(f"{kind} normalizes the output of every expert, which the operator Experts does not do")

@@ -76,11 +76,7 @@ def _wrap_mask(most: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict
 
 
 def without_picks(attention_mask: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of an attention call that reads every token, as if the model had no indexer.
-
-    An indexer picks up to `most_picked` tokens for each query. While a cache has no more slots than that, it would pick
-    them all, so the options hold the causal mask and `most_picked`, and the engine limits the cache's slots to it.
-    """
+    """Return the options of an attention call that reads every token, as if the model had no indexer."""
     picked = [x for x in (attention_mask, *options.values()) if isinstance(x, EveryToken)]
     rest = {name: x for name, x in options.items() if not isinstance(x, EveryToken)}
     mask = attention_mask.mask if isinstance(attention_mask, EveryToken) else attention_mask

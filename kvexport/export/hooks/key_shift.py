@@ -32,10 +32,7 @@ def key_bias(module: nn.Module) -> Tensor | None:
 
 
 def shifted(module: nn.Module, key: Tensor, rotary: Rotary | None) -> Tensor:
-    """Subtract from keys [B, H, T, D] the bias of their projection, rotated by `rotary`, averaged over POSITIONS.
-
-    Without `rotary` the keys are returned as they are.
-    """
+    """Subtract from keys [B, H, T, D] the bias of their projection, rotated by `rotary`, averaged over POSITIONS."""
     bias = key_bias(module)
     if rotary is None or bias is None:
         return key

@@ -7,8 +7,6 @@ attention with one KV head, whose key is the latent vector followed by the rotat
 latent vector [r]. A merge of latent vectors in the KV cache therefore merges the keys and values of every head.
 """
 
-from __future__ import annotations
-
 from contextvars import ContextVar
 from functools import partial
 from types import SimpleNamespace
@@ -28,7 +26,6 @@ _expanded: ContextVar[Tensor] = ContextVar("expanded")
 
 
 def note_expansions(model: nn.Module) -> None:
-    """Make a model record the latent vectors that each layer expands, so that `latest_expanded` can return them."""
     for module in model.modules():
         if is_latent(module):
             module.expand_kv = partial(_expand, module.expand_kv)  # type: ignore[assignment]

@@ -7,8 +7,6 @@ Layers without rotary embedding multiply their queries by a factor of the token'
 length of the cache. The hook takes `position_ids`.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -9,8 +9,6 @@ in `POSITION_SIZE` numbers behind their own. A merged key therefore has the mean
 weights of the merge.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from typing import Any
@@ -146,17 +144,10 @@ def _falcon(
 
 
 OWN: dict[str, dict[str, tuple[str, Any]]] = {
-    "bloom": {"BloomAttention": ("forward", _bloom)},
-    "codegen": {"CodeGenAttention": ("_attn", _attn)},
-    "falcon": {"FalconAttention": ("forward", _falcon)},
-    "gpt_neo": {"GPTNeoSelfAttention": ("_attn", _gpt_neo)},
-    "gpt_neox_japanese": {"GPTNeoXJapaneseAttention": ("_attn", _attn)},
-    "gptj": {"GPTJAttention": ("_attn", _attn)},
-    "mpt": {"MptAttention": ("forward", _mpt)},
-    "openai-gpt": {"Attention": ("_attn", _openai)},
-    "xglm": {
-        "XGLMAttention": ("forward", _xglm),
-        "XGLMSinusoidalPositionalEmbedding": ("forward", _xglm_positions),
-    },
-}
+    "bloom": {"BloomAttention": ("forward", _bloom)}, "codegen": {"CodeGenAttention": ("_attn", _attn)},
+    "falcon": {"FalconAttention": ("forward", _falcon)}, "gpt_neo": {"GPTNeoSelfAttention": ("_attn", _gpt_neo)},
+    "gpt_neox_japanese": {"GPTNeoXJapaneseAttention": ("_attn", _attn)}, "gptj": {"GPTJAttention": ("_attn", _attn)},
+    "mpt": {"MptAttention": ("forward", _mpt)}, "openai-gpt": {"Attention": ("_attn", _openai)},
+    "xglm": {"XGLMAttention": ("forward", _xglm), "XGLMSinusoidalPositionalEmbedding": ("forward", _xglm_positions)},
+}  # fmt: skip
 """For each model type, by the class of a module: the method that is replaced, and what replaces it."""

@@ -10,8 +10,6 @@ the PyTorch reference it calls the replaced function. Tokens beyond the `query_l
 change no state.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
@@ -114,11 +112,13 @@ class RecurrentCache(PassThroughCache):
         """
         self.place, self._computed = (layer_idx, _name("recurrent_state", state_idx)), []
 
-    def real(self, tokens: int) -> Tensor | None:
-        """Return a mask [B, T] bool of a call's tokens, False for padding; None if no token is padding."""
+    def real(self, x: Tensor, padding: float = 0.0, dim: int = 1) -> Tensor:
+        """Return `x` with the value `padding` where tokens, its dimension `dim`, are padding."""
         if self.query_length is None:
-            return None
-        return torch.arange(tokens, device=self.query_length.device) < self.query_length
+            return x
+        shape = [size if i in (0, dim) else 1 for i, size in enumerate(x.shape)]
+        is_real = torch.arange(x.shape[dim], device=self.query_length.device) < self.query_length
+        return torch.where(is_real.reshape(shape), x, padding)
 
     def past_state(self, batch: int, heads: int, key_size: int, value_size: int) -> Tensor:
         """Return the state [B, heads, dk, dv] of the running linear attention before the call; zeros in a probe."""
@@ -223,15 +223,11 @@ def _delta_rule(
     query and key are [B, T, Hk, dk] of Hk key heads, value is [B, T, H, dv] with H a multiple of Hk, beta [B, T, H], g
     (the logarithm of the decay) [B, T, H] or [B, T, H, dk]. The outputs are [B, T, H, dv], the state [B, H, dk, dv].
     """
-    batch, tokens, heads, value_size = value.shape
     key_size = key.shape[3]
-    past = cache.past_state(batch, heads, key_size, value_size)
+    past = cache.past_state(value.shape[0], value.shape[2], key_size, value.shape[3])
     if not cache.traced:
-        real = cache.real(tokens)
-        if real is not None:
-            beta = torch.where(real[:, :, None], beta, 0.0)
-            g = torch.where(real.reshape(batch, tokens, *[1] * (g.dim() - 2)), g, 0.0)
         options |= {"initial_state": past, "output_final_state": True}
+        g, beta = cache.real(g), cache.real(beta)
         output, state = own(query, key, value, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options)
         return output, cache.computed(state.to(past.dtype), past)
     if use_qk_l2norm_in_kernel:
@@ -265,15 +261,12 @@ def _mamba2(
     """
     if z is not None:
         raise UsageError(f"{cache.model_type} gates its scan of Mamba-2 within the scan; it cannot be exported")
-    batch, tokens, heads, value_size = hidden_states.shape
-    key_size = B.shape[3]
+    batch, _, heads, value_size = hidden_states.shape
     step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     step = torch.clamp(functional.softplus(step) if dt_softplus else step, *dt_limit)
-    past = cache.past_state(batch, heads, key_size, value_size)
+    past = cache.past_state(batch, heads, B.shape[3], value_size)
     if not cache.traced:
-        real = cache.real(tokens)
-        if real is not None:
-            step = torch.where(real[:, :, None], step, 0.0)
+        step = cache.real(step)
         options |= {"initial_states": past.transpose(2, 3), "return_final_states": True}
         output, state = own(hidden_states, step, A, B, C, chunk_size, D=D, **options)
         return output, cache.computed(state.transpose(2, 3).to(past.dtype), past)
@@ -312,9 +305,7 @@ def _mamba(
         output, state = _placeholder(cache, rows, past, step[..., None] * A.float(), None, "gated", 1.0)
         output = output.reshape(x.shape)
     else:  # the model's function starts at zero, so what is left of the past state is added to its results
-        real = cache.real(x.shape[1])
-        if real is not None:
-            step = torch.where(real[:, :, None], step, 0.0)
+        step = cache.real(step)
         output, state = own(hidden_states, step.transpose(1, 2), A, B, C, return_last_state=True)
         left = torch.exp(step.cumsum(1)[..., None] * A) * past[:, None, :, :, 0]  # [B, T, channels, n]
         output = output.transpose(1, 2) + (left * query[:, :, None]).sum(-1)
@@ -401,10 +392,7 @@ def _rg_lru(
         output, state = _placeholder(cache, rows, past, decay, None, "gated", 1.0)
         output = output.reshape(hidden_states.shape)
     else:
-        real = cache.real(hidden_states.shape[1])
-        if real is not None:
-            hidden_states = torch.where(real[..., None], hidden_states, 0.0)
-            recurrent_gate = torch.where(real[..., None], recurrent_gate, 1.0)
+        hidden_states, recurrent_gate = cache.real(hidden_states), cache.real(recurrent_gate, 1.0)
         output, state = own(hidden_states, recurrent_gate, torch.zeros_like(reset), past[..., 0, 0])
         state = state[..., None, None].to(past.dtype)
     cache.update_recurrent_state(cache.computed(state, past), layer)
@@ -452,9 +440,7 @@ def _mlstm(
         sums = sums.reshape(batch, tokens, heads, -1).transpose(1, 2)
         output = sums[..., :-1] / (torch.maximum(sums[..., -1].abs(), torch.exp(-m)) + epsilon)[..., None]
     else:
-        real = cache.real(tokens)
-        if real is not None:
-            igate, fgate = (torch.where(real[:, None], x, y) for x, y in ((igate, -torch.inf), (fgate, torch.inf)))
+        igate, fgate = cache.real(igate, -torch.inf, 2), cache.real(fgate, torch.inf, 2)
         given = {"query": query, "key": key, "value": value, "igate": igate, "fgate": fgate}
         states = {"c_initial": past[..., :-1], "n_initial": past[..., -1], "m_initial": largest}
         output, (memory, keys, m) = own(**given, **states)

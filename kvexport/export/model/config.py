@@ -3,8 +3,6 @@
 Errors name fields of a wrong type or size, and say why a model cannot be exported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 

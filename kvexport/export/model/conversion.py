@@ -8,8 +8,6 @@ If a checkpoint has a packed matrix for each expert, the weight of all experts o
 its outputs are those of the matrices, one matrix after another, so that a build copies integer codes and scales.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -153,11 +151,7 @@ def assembled_parameters(
 
 
 def renamed(model: Any, tensors: Iterable[str]) -> Iterator[tuple[str, str, tuple[Any, str] | None]]:
-    """Yield the tensors of a checkpoint with the names that transformers gives them.
-
-    If transformers assembles a parameter of the tensor, the name is the parameter's, and the last value is the
-    conversion rule and the pattern that the tensor matches; otherwise it is None.
-    """
+    """Yield each tensor, its name for transformers, and (rule, pattern) if a parameter is assembled of it."""
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -169,11 +163,7 @@ def renamed(model: Any, tensors: Iterable[str]) -> Iterator[tuple[str, str, tupl
 
 
 def parameter_sources(model: Any, tensors: Iterable[str]) -> dict[str, str]:
-    """Return the name of each parameter's tensor in the checkpoint, by transformers' renaming rules.
-
-    Tied parameters share a tensor. Parameters that transformers would assemble from several tensors (such as one tensor
-    for each expert) are left out.
-    """
+    """Return the tensor of each parameter that is not assembled; tied parameters share a tensor."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     sources = {name: tensor for tensor, name, rule in renamed(model, tensors) if rule is None}
     by_identity = {id(parameters[name]): tensor for name, tensor in sources.items() if name in parameters}
@@ -224,10 +214,7 @@ def _by_expert(rule: Any, named: Any, shape: tuple[int, ...]) -> tuple[int, bool
 
 
 def _of_one_expert(context: Any, parameters: Mapping[str, Any]) -> Any:
-    """Return the arguments of a conversion rule's operations (`context`) for a model that has only one expert.
-
-    The operations compare the shapes of tensors with the shapes of the model's parameters.
-    """
+    """Return the context of a rule for one expert, whose shapes operations compare with the tensors'."""
     shapes = {name: (1, *p.shape[1:]) for name, p in parameters.items() if p.ndim == 3}
     model = SimpleNamespace(get_parameter=lambda name: SimpleNamespace(shape=torch.Size(shapes[name])))
     return SimpleNamespace(**{**vars(context), "model": model})
@@ -236,11 +223,7 @@ def _of_one_expert(context: Any, parameters: Mapping[str, Any]) -> Any:
 def kept_packed(
     name: str, rule: Any, named: Mapping[str, Sequence[Any]], shape: tuple[int, ...], layout: Layout
 ) -> PackedExperts | None:
-    """Return the weight of a layer's experts as one packed weight; None if it cannot be made of the packed matrices.
-
-    One packed weight is possible if transformers' conversion rule only stacks and concatenates matrices, if all
-    matrices have one packed format, and if the weight keeps their layout.
-    """
+    """Return the weight of a layer's experts as one packed weight; None if it cannot be made of the packed matrices."""
     operations = [(type(operation), operation.dim) for operation in rule.operations if hasattr(operation, "dim")]
     joins = operations in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
     if len(shape) != 3 or not joins or len(operations) != len(rule.operations):
@@ -295,14 +278,7 @@ def require_experts(named: Mapping[str, Sequence[str]], experts: int, parameter:
 
 
 def refuse_unexpected(model: Any, checkpoint: Checkpoint) -> list[str]:
-    """Raise UsageError if a checkpoint has tensors of the decoder that the model lacks, such as a bias or a layer.
-
-    Such weights show that config.json belongs to another model. Tensors that transformers lists as harmless are
-    ignored, and so are biases of zeros, integers and scales of a quantizer.
-
-    Returns:
-        The names of tensors outside the decoder for which the model has no part, such as the head of a reward model.
-    """
+    """Refuse tensors of the decoder that the model lacks; return the names of others, as of a reward model's head."""
     known = dict(model.named_parameters(remove_duplicate=False)).keys() | dict(model.named_buffers()).keys()
     known |= set(getattr(model, "unread_parameters", ()))
     modules, head = dict(model.named_modules(remove_duplicate=False)), output_projection(model)

@@ -6,8 +6,6 @@ so the float by which all minimums of a block are multiplied (the super-scale) i
 ggml-quants.c; tests compare the values with `gguf.dequantize`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -178,40 +176,35 @@ _K = (_SCALE, _LEAST, ("scales", "u1", 12))
 LAYOUTS = {
     "Q2_K": Layout(
         _block(("scales", "u1", 16), ("levels", "u1", 64), _SCALE, _LEAST),
-        PackedFormat(2, False, 16, "minimum", "uint4"),
-        _q2_k,
+        PackedFormat(2, False, 16, "minimum", "uint4"), _q2_k,
     ),
     "Q3_K": Layout(
         _block(("high", "u1", 32), ("levels", "u1", 64), ("scales", "u1", 12), _SCALE),
-        PackedFormat(3, True, 16, "none", "int6"),
-        _q3_k,
+        PackedFormat(3, True, 16, "none", "int6"), _q3_k,
     ),
     "IQ4_NL": Layout(_block(_SCALE, ("levels", "u1", 16)), PackedFormat(4, False, 32, table=IQ4), _nibbles),
     "IQ4_XS": Layout(
         _block(_SCALE, ("high", "<u2"), ("low", "u1", 4), ("levels", "u1", 128)),
-        PackedFormat(4, False, 32, "none", "int8", table=IQ4),
-        _iq4_xs,
+        PackedFormat(4, False, 32, "none", "int8", table=IQ4), _iq4_xs,
     ),
     "MXFP4": Layout(
-        _block(("exponent", "u1"), ("levels", "u1", 16)),
-        PackedFormat(4, False, 32, "none", "uint8", table=E2M1),
+        _block(("exponent", "u1"), ("levels", "u1", 16)), PackedFormat(4, False, 32, "none", "uint8", table=E2M1),
         _nibbles,
     ),
     "Q4_0": Layout(_block(_SCALE, ("levels", "u1", 16)), PackedFormat(4, True, 32), _q4_0),
     "Q4_1": Layout(_block(_SCALE, _LEAST, ("levels", "u1", 16)), PackedFormat(4, False, 32, "minimum"), _q4_1),
     "Q5_0": Layout(_block(_SCALE, ("high", "<u4"), ("levels", "u1", 16)), PackedFormat(5, True, 32), _q5_0),
     "Q5_1": Layout(
-        _block(_SCALE, _LEAST, ("high", "<u4"), ("levels", "u1", 16)), PackedFormat(5, False, 32, "minimum"), _q5_1
+        _block(_SCALE, _LEAST, ("high", "<u4"), ("levels", "u1", 16)), PackedFormat(5, False, 32, "minimum"), _q5_1,
     ),
     "Q8_0": Layout(_block(_SCALE, ("levels", "i1", 32)), PackedFormat(8, True, 32), _q8_0),
     "Q4_K": Layout(_block(*_K, ("levels", "u1", 128)), PackedFormat(4, False, 32, "minimum", "int8"), _q4_k),
     "Q5_K": Layout(
-        _block(*_K, ("high", "u1", 32), ("levels", "u1", 128)), PackedFormat(5, False, 32, "minimum", "int8"), _q5_k
+        _block(*_K, ("high", "u1", 32), ("levels", "u1", 128)), PackedFormat(5, False, 32, "minimum", "int8"), _q5_k,
     ),
     "Q6_K": Layout(
         _block(("levels", "u1", 128), ("high", "u1", 64), ("scales", "i1", 16), _SCALE),
-        PackedFormat(6, True, 16, "none", "int8"),
-        _q6_k,
+        PackedFormat(6, True, 16, "none", "int8"), _q6_k,
     ),
-}
+}  # fmt: skip
 """The layout of each block type, by ggml's name of the type."""

@@ -243,7 +243,6 @@ class GgufWeight:
         return LAYOUTS.get(self.entry.dtype)
 
     def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield the rows of the weight as arrays by name (weight, scale and so on), whole attention heads at a time."""
         n, _ = self.shape
         head = n // self.heads if self.heads else 1
         layout = self._layout

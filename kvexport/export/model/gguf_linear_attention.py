@@ -12,8 +12,6 @@ llama.cpp splits and orders the tensors of such a layer in its own way:
 Sources: llama.cpp's convert_hf_to_gguf.py, and transformers' integrations/gguf/gguf_conversion_mapping.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,12 +20,12 @@ from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
 from kvexport.export.model.gguf import GgufWeight
-from kvexport.export.model.tensors import Array, Dense, FloatWeight, Source
-from kvexport.ops.packed import PackedFormat
+from kvexport.export.model.tensors import Array, Dense, Source, Weight, float_weight
 from kvexport.tensor_files.casting import load_tensor
 from kvexport.tensor_files.shards import TensorEntry
 
 Indices = NDArray[np.int64]
+Order = Sequence[int] | Indices
 Entries = Mapping[str, TensorEntry]
 """The tensors of a layer's linear attention, by llama.cpp's name without the layer's number and `.weight`."""
 TENSORS = ("attn_qkv", "attn_gate", "ssm_a", "ssm_dt.bias", "ssm_conv1d", "ssm_norm", "ssm_out")
@@ -67,41 +65,34 @@ class LinearHeads:
         return np.concatenate(each, axis=1).reshape(-1)
 
 
-@dataclass(frozen=True)
-class Rearranged:
-    """A weight matrix that consists of matrices of a GGUF file, with rows or columns in another order."""
+def rearranged(name: str, parts: Sequence[Source], rows: Order = (), columns: Order = ()) -> Weight:
+    """Return a matrix that consists of matrices of a GGUF file, with rows or columns in another order.
 
-    name: str  # parameter
-    parts: tuple[Source, ...]  # matrices, whose rows follow each other. All have one packed format, or all are floats.
-    rows: tuple[int, ...] = ()  # for each row, its number in the joined parts; empty if the order is the same
-    # For each block of columns (such as a head), its number in the parts; empty if the order is the same
-    columns: tuple[int, ...] = ()
+    The rows of `parts` follow each other. All parts have one packed format, or all are floats. `rows` has, for each
+    row, its number in the joined parts, and `columns` the same for blocks of columns (such as heads); empty: the order
+    is the same.
+    """
+    shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
-
-    @property
-    def packing(self) -> PackedFormat | None:
-        return self.parts[0].packing
-
-    def blocks(self) -> Iterator[dict[str, Array]]:
-        blocks = [block for part in self.parts for block in part.blocks()]
-        yield {name: self._ordered([block[name] for block in blocks]) for name in blocks[0]}
-
-    def _ordered(self, pieces: list[Array]) -> Array:
-        outputs, width = self.shape[0], sum(piece.size for piece in pieces) // self.shape[0]
+    def reordered(pieces: list[Array]) -> Array:
+        width = sum(piece.size for piece in pieces) // shape[0]
         whole = np.concatenate([piece.reshape(-1, width) for piece in pieces])
-        if self.rows:
-            whole = whole[list(self.rows)]
-        if self.columns:
-            whole = whole.reshape(outputs, len(self.columns), -1)[:, list(self.columns)]
-        return np.ascontiguousarray(whole.reshape(outputs, width))
+        if len(rows):
+            whole = whole[list(rows)]
+        if len(columns):
+            whole = whole.reshape(shape[0], len(columns), -1)[:, list(columns)]
+        return np.ascontiguousarray(whole.reshape(shape[0], width))
+
+    def read() -> Iterator[dict[str, Array]]:
+        blocks = [block for part in parts for block in part.blocks()]
+        yield {part: reordered([block[part] for block in blocks]) for part in blocks[0]}
+
+    return Weight(name, shape, read, parts[0].packing)
 
 
 def ordered(
-    name: str, entry: TensorEntry, shape: tuple[int, ...], first: Sequence[int] = (), *, logarithm: bool = False
-) -> FloatWeight:
+    name: str, entry: TensorEntry, shape: tuple[int, ...], first: Order = (), *, logarithm: bool = False
+) -> Weight:
     """Return a weight of another shape or order than the tensor of the GGUF file.
 
     `first` has, for each index of the first dimension, its index in the file; empty: the order is the same. With
@@ -122,57 +113,45 @@ def ordered(
         logs: Array = np.log(-stored)
         return logs
 
-    return FloatWeight(name, shape, values)
+    return float_weight(name, shape, values)
 
 
 def linear_attention_of(prefix: str, kind: str, heads: LinearHeads, entries: Entries) -> dict[str, Source]:
     _check(prefix, kind, heads, entries)
     apart = kind == "qwen35"
     head = heads.apart() if apart else np.arange(heads.values)
-    value = _rows_of_heads(head, heads.value_size)
+    value = (head[:, None] * heads.value_size + np.arange(heads.value_size)).reshape(-1)
     channel = np.concatenate([np.arange(heads.query_key_rows), heads.query_key_rows + value])
     channels, taps = entries["ssm_conv1d"].shape
     sources: list[Source] = [
-        ordered(f"{prefix}.A_log", entries["ssm_a"], (heads.values,), _tuple(head), logarithm=True),
-        ordered(f"{prefix}.dt_bias", entries["ssm_dt.bias"], (heads.values,), _tuple(head)),
-        ordered(f"{prefix}.conv1d.weight", entries["ssm_conv1d"], (channels, 1, taps), _tuple(channel)),
+        ordered(f"{prefix}.A_log", entries["ssm_a"], (heads.values,), head, logarithm=True),
+        ordered(f"{prefix}.dt_bias", entries["ssm_dt.bias"], (heads.values,), head),
+        ordered(f"{prefix}.conv1d.weight", entries["ssm_conv1d"], (channels, 1, taps), channel),
         ordered(f"{prefix}.norm.weight", entries["ssm_norm"], (heads.value_size,)),
     ]
-    projected: dict[str, tuple[tuple[str, ...], Indices | tuple[()]]] = {
-        "in_proj_qkvz": (("attn_qkv", "attn_gate"), heads.split()),
-        "in_proj_ba": (("ssm_ba",), ()),
-        "in_proj_qkv": (("attn_qkv",), channel),
-        "in_proj_z": (("attn_gate",), value),
-        "in_proj_b": (("ssm_beta",), head),
-        "in_proj_a": (("ssm_alpha",), head),
-    }
-    names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a") if apart else ("in_proj_qkvz", "in_proj_ba")
-    for name in names:
-        stored, rows = projected[name]
-        sources.append(matrix_of(f"{prefix}.{name}.weight", [entries[x] for x in stored], rows=_tuple(rows)))
-    columns = head if apart else ()
-    sources.append(matrix_of(f"{prefix}.out_proj.weight", [entries["ssm_out"]], columns=_tuple(columns)))
+    if apart:
+        projected: list[tuple[str, tuple[str, ...], Order]] = [
+            ("in_proj_qkv", ("attn_qkv",), channel),
+            ("in_proj_z", ("attn_gate",), value),
+            ("in_proj_b", ("ssm_beta",), head),
+            ("in_proj_a", ("ssm_alpha",), head),
+        ]
+    else:
+        projected = [("in_proj_qkvz", ("attn_qkv", "attn_gate"), heads.split()), ("in_proj_ba", ("ssm_ba",), ())]
+    sources += [matrix_of(f"{prefix}.{name}.weight", [entries[x] for x in own], rows) for name, own, rows in projected]
+    columns: Order = head if apart else ()
+    sources.append(matrix_of(f"{prefix}.out_proj.weight", [entries["ssm_out"]], columns=columns))
     return {source.name: source for source in sources}
 
 
-def _rows_of_heads(heads: Indices, size: int) -> Indices:
-    return (heads[:, None] * size + np.arange(size)).reshape(-1)
-
-
-def _tuple(indices: Indices | tuple[()]) -> tuple[int, ...]:
-    return tuple(int(i) for i in indices)
-
-
-def matrix_of(
-    name: str, stored: list[TensorEntry], *, rows: tuple[int, ...] = (), columns: tuple[int, ...] = ()
-) -> Rearranged:
+def matrix_of(name: str, stored: list[TensorEntry], rows: Order = (), *, columns: Order = ()) -> Weight:
     parts: list[Source] = [GgufWeight(entry) for entry in stored]
     packings = {part.packing for part in parts}
     # A group of inputs that share a scale must not extend over two heads.
-    whole = all(p is None or not columns or parts[0].shape[1] // len(columns) % p.group == 0 for p in packings)
+    whole = all(p is None or not len(columns) or parts[0].shape[1] // len(columns) % p.group == 0 for p in packings)
     if len(packings) > 1 or not whole:
         parts = [part if part.packing is None else Dense(part) for part in parts]
-    return Rearranged(name, tuple(parts), rows, columns)
+    return rearranged(name, parts, rows, columns)
 
 
 def _check(prefix: str, kind: str, heads: LinearHeads, entries: Entries) -> None:

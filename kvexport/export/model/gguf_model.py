@@ -3,8 +3,6 @@
 The module gguf_architectures.py lists the model architectures that are read.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
@@ -42,13 +40,13 @@ from kvexport.export.model.gguf_linear_attention import (
     PROJECTIONS,
     TENSORS,
     LinearHeads,
-    Rearranged,
     linear_attention_of,
     matrix_of,
     ordered,
+    rearranged,
 )
 from kvexport.export.model.gguf_tokenizer import SPECIAL_IDS, end_ids, write_json, write_tokenizer
-from kvexport.export.model.tensors import Array, Dense, FloatWeight, PackedExperts, Source, dense_values
+from kvexport.export.model.tensors import Array, Dense, PackedExperts, Source, Weight, dense_values, float_weight
 from kvexport.tensor_files.casting import load_tensor, read_blocks
 from kvexport.tensor_files.shards import TensorEntry
 
@@ -68,10 +66,7 @@ _ENCODER = ("the encoder of images or sounds for a model", "kvexport build MODEL
 _NO_MODELS = {
     "mmproj": _ENCODER,
     "clip": _ENCODER,
-    "adapter": (
-        "a LoRA adapter for a model",
-        "the model's own file with --set adapters.count=1, and PEFT's adapter",
-    ),
+    "adapter": ("a LoRA adapter for a model", "the model's own file with --set adapters.count=1, and PEFT's adapter"),
     "imatrix": ("an importance matrix, by which llama.cpp rounds a model", "take the model's own file"),
 }
 MOST_LAYERS = 1024
@@ -89,7 +84,8 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
     linear: dict[str, dict[str, TensorEntry]] = {}
     kind, architecture = _architecture(gguf)
     of_linear = (*TENSORS, *PROJECTIONS.get(architecture.linear, ())) if architecture.linear else ()
-    drafted = _drafted_layer(gguf, kind)
+    drafts, layers = (gguf.metadata.get(f"{kind}.{key}", 0) for key in ("nextn_predict_layers", "block_count"))
+    drafted = str(layers - 1) if drafts == 1 and type(layers) is int else None
     shared = {own for own, count in Counter(architecture.names.values()).items() if count > 1}
     for stored, entry in _apart(gguf, kind, architecture):
         match = _TENSOR.fullmatch(stored)
@@ -165,17 +161,14 @@ def tensors_of(gguf: Gguf) -> tuple[dict[str, TensorEntry], dict[str, Source]]:
         for i, number in enumerate(listed if isinstance(listed, list) else ()):
             if type(number) is float:
                 name = f"{architecture.layers}.{i}.{own}"
-                computed[name] = FloatWeight(name, shape, partial(np.full, shape, number, np.float32))
+                computed[name] = float_weight(name, shape, partial(np.full, shape, number, np.float32))
     for prefix, entries in linear.items():
         computed |= linear_attention_of(prefix, architecture.linear, _linear_heads(gguf, kind), entries)
     return plain, computed
 
 
 def _apart(gguf: Gguf, kind: str, architecture: Architecture) -> Iterator[tuple[str, TensorEntry]]:
-    """Yield the tensors of a file by name; a joint matrix or bias of queries, keys and values is split in three.
-
-    llama.cpp reads both forms for every architecture.
-    """
+    """Yield tensors by name; a joint matrix or bias of queries, keys and values, which is allowed, is split."""
     heads: Any = gguf.metadata.get(f"{kind}.attention.head_count")
     kv_heads: Any = gguf.metadata.get(f"{kind}.attention.head_count_kv", heads)
     counts = {"attn_q": heads, "attn_k": kv_heads, "attn_v": kv_heads}
@@ -206,7 +199,7 @@ def _rows(entry: TensorEntry, start: int, stop: int) -> TensorEntry:
     return replace(entry, shape=shape, offset=entry.offset + start * size, nbytes=nbytes)
 
 
-def _joined_floats(name: str, parts: Sequence[TensorEntry], axis: int = -1, plus: float = 0.0) -> FloatWeight:
+def _joined_floats(name: str, parts: Sequence[TensorEntry], axis: int = -1, plus: float = 0.0) -> Weight:
     """Return tensors that are joined along a dimension, with the number `plus` added to every value."""
     shape = list(parts[0].shape)
     shape[axis] = sum(part.shape[axis] for part in parts)
@@ -215,14 +208,14 @@ def _joined_floats(name: str, parts: Sequence[TensorEntry], axis: int = -1, plus
         joined: Array = np.concatenate([load_tensor(part, "float32") for part in parts], axis) + np.float32(plus)
         return joined
 
-    return FloatWeight(name, tuple(shape), values)
+    return float_weight(name, tuple(shape), values)
 
 
-def _transposed(name: str, entry: TensorEntry) -> FloatWeight:
-    return FloatWeight(name, entry.shape[::-1], lambda: np.ascontiguousarray(dense_values(GgufWeight(entry)).T))
+def _transposed(name: str, entry: TensorEntry) -> Weight:
+    return float_weight(name, entry.shape[::-1], lambda: np.ascontiguousarray(dense_values(GgufWeight(entry)).T))
 
 
-def _expansion(name: str, halves: Mapping[str, TensorEntry]) -> FloatWeight:
+def _expansion(name: str, halves: Mapping[str, TensorEntry]) -> Weight:
     """Return the matrix of latent attention that expands latent vectors to keys and values, head by head.
 
     A GGUF file stores the matrix in two halves, of keys [heads, latent, size] and of values [heads, size, latent].
@@ -245,7 +238,7 @@ def _expansion(name: str, halves: Mapping[str, TensorEntry]) -> FloatWeight:
             parts += [key.T, value]
         return np.concatenate(parts)
 
-    return FloatWeight(name, (heads * (size + values.shape[1]), latent), expansion)
+    return float_weight(name, (heads * (size + values.shape[1]), latent), expansion)
 
 
 def _by_head(name: str, entry: TensorEntry, heads: Any) -> Source:
@@ -256,23 +249,19 @@ def _by_head(name: str, entry: TensorEntry, heads: Any) -> Source:
     order = tuple(np.arange(rows).reshape(3, heads, -1).swapaxes(0, 1).reshape(-1).tolist())
     if len(entry.shape) == 1:
         return ordered(name, entry, (rows,), order)
-    return Rearranged(name, (GgufWeight(entry),), order)
+    return rearranged(name, [GgufWeight(entry)], order)
 
 
 def experts_of(prefix: str, stored: Mapping[tuple[str, str], TensorEntry]) -> dict[str, Source]:
     """Return the weights and biases of a GGUF layer's experts in the layout of an artifact, by parameter name."""
     down = _required(stored, DOWN_EXPERTS, prefix)
     joined = stored.get((GATE_UP_EXPERTS, "weight"))
-    if joined is not None and len(joined.shape) == len(down.shape) == 3 and len(stored) == 2:  # without biases
-        return {
-            f"{prefix}.{GATE_UP}": _joined(f"{prefix}.{GATE_UP}", joined.shape, (joined,)),
-            f"{prefix}.{DOWN}": _joined(f"{prefix}.{DOWN}", down.shape, (down,)),
-        }
-    if (GATE_EXPERTS, "weight") not in stored and len(stored) == 2:  # without gates and biases (Nemotron-H)
-        up = _required(stored, UP_EXPERTS, prefix)
+    if (GATE_EXPERTS, "weight") not in stored and len(stored) == 2:  # gates are with the ups, or missing (Nemotron-H)
+        with_gates = joined is not None and len(joined.shape) == len(down.shape) == 3
+        up = joined if joined is not None and with_gates else _required(stored, UP_EXPERTS, prefix)
         return {
             f"{prefix}.{name}": _joined(f"{prefix}.{name}", entry.shape, (entry,))
-            for name, entry in ((UP, up), (DOWN, down))
+            for name, entry in ((GATE_UP if with_gates else UP, up), (DOWN, down))
         }
     gate, up = (_required(stored, name, prefix) for name in (GATE_EXPERTS, UP_EXPERTS))
     for entry in (gate, up, down):
@@ -319,11 +308,6 @@ def _expert(entry: TensorEntry, i: int) -> TensorEntry:
     return replace(_rows(entry, i, i + 1), shape=entry.shape[1:])
 
 
-def _drafted_layer(gguf: Gguf, kind: str) -> str | None:
-    drafted, layers = (gguf.metadata.get(f"{kind}.{key}", 0) for key in ("nextn_predict_layers", "block_count"))
-    return str(layers - 1) if drafted == 1 and type(layers) is int else None
-
-
 def _linear_heads(gguf: Gguf, kind: str) -> LinearHeads:
     names = ("group_count", "time_step_rank", "state_size", "inner_size")
     numbers: list[Any] = [gguf.metadata.get(f"{kind}.ssm.{name}") for name in names]
@@ -364,7 +348,6 @@ def _architecture(gguf: Gguf) -> tuple[str, Architecture]:
 
 
 def cached_texts(gguf: Gguf) -> Path:
-    """Return the cache folder with config.json and the tokenizer of a GGUF file; write its files if needed."""
     folder = cache_folder("gguf") / f"{gguf.digest[:32]}-{TEXTS_VERSION}"
     what = f"the tokenizer of {gguf.file}"
     return write_once(folder, what, lambda staged, _: write_texts(gguf, staged), "some megabytes")
@@ -389,7 +372,6 @@ def write_texts(gguf: Gguf, folder: Path) -> None:
 
 
 def check_layers(count: Any) -> None:
-    """Raise ValueError for an impossible number of layers, before memory is allocated for each layer."""
     if type(count) is not int or not 0 < count <= MOST_LAYERS:
         raise ValueError(f"block_count should be from 1 to {MOST_LAYERS}, found {str(count)[:40]}")
 
@@ -436,7 +418,6 @@ def _config(gguf: Gguf) -> dict[str, Any]:
 
 
 def _inner_size(meta: Mapping[str, Any]) -> dict[str, int]:
-    """Return config.json's inner size of dense MLP layers; empty for a GGUF file that has no such layers."""
     if "expert_feed_forward_length" in meta and "feed_forward_length" not in meta:
         return {}
     inner = meta["feed_forward_length"]
@@ -444,7 +425,6 @@ def _inner_size(meta: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _scaling(gguf: Gguf, kind: str, base: float, size: int | None) -> dict[str, Any]:
-    """Return the scaling of a GGUF file's rotary frequencies as rope parameters of transformers; empty if none."""
     meta = gguf.metadata
     factor = meta.get(f"{kind}.rope.scaling.factor") or meta.get(f"{kind}.rope.scale_linear") or 1.0
     named = meta.get(f"{kind}.rope.scaling.type", "linear")  # llama.cpp has the same default

@@ -58,7 +58,6 @@ _WHOLE = (*_ADD_BOS, "glm4", "chatglm-bpe")  # a piece of text that is a token s
 
 
 def write_tokenizer(gguf: Gguf, folder: Path, length: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json of a GGUF file; `length` is the model's number of positions."""
     from tokenizers import AddedToken
     from tokenizers.processors import TemplateProcessing
 

@@ -5,8 +5,6 @@ and the settings of an image processor. Source of the names: llama.cpp's gguf-py
 tensor_mapping.py. `_PROJECTORS` lists the models that are read, by the file's clip.projector_type.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -25,7 +23,7 @@ from kvexport.export.model.gguf import FLOATS, Gguf, GgufWeight, read_gguf
 from kvexport.export.model.gguf_architectures import shortest
 from kvexport.export.model.gguf_model import TEXTS_VERSION, check_layers, tensors_of, write_texts
 from kvexport.export.model.gguf_tokenizer import write_json
-from kvexport.export.model.tensors import Array, Dense, FloatWeight, Source, dense_values
+from kvexport.export.model.tensors import Array, Dense, Source, Weight, dense_values, float_weight
 from kvexport.tensor_files.casting import load_tensor
 from kvexport.tensor_files.shards import TensorEntry
 
@@ -149,14 +147,10 @@ def _internvl(facts: _Facts) -> Settings:
 def _qwen(facts: _Facts, **own: Any) -> Settings:
     group, side = facts.get("spatial_merge_size", 2), facts["patch_size"]
     encoder = {
-        "hidden_size": facts["embedding_length"],
-        "intermediate_size": facts.inner,
-        "out_hidden_size": facts["projection_dim"],
-        "depth": facts["block_count"],
-        "num_heads": facts["attention.head_count"],
-        "spatial_merge_size": group,
-        "patch_size": side,
-    }
+        "hidden_size": facts["embedding_length"], "intermediate_size": facts.inner,
+        "out_hidden_size": facts["projection_dim"], "depth": facts["block_count"],
+        "num_heads": facts["attention.head_count"], "spatial_merge_size": group, "patch_size": side,
+    }  # fmt: skip
     names = {"image_token": "image_pad", "video_token": "video_pad", "vision_start_token": "vision_start"}
     config = {f"{name}_id": facts.token(f"<|{text}|>") for name, text in names.items()}
     bounds = {"shortest_edge": ("image_min_pixels", 4), "longest_edge": ("image_max_pixels", 16384)}
@@ -230,14 +224,14 @@ _PROJECTORS = {
 """The projectors, by llama.cpp's name."""
 
 
-def _joined(name: str, parts: Sequence[TensorEntry | Source], shape: tuple[int, ...], *, stacked: bool) -> FloatWeight:
+def _joined(name: str, parts: Sequence[TensorEntry | Source], shape: tuple[int, ...], *, stacked: bool) -> Weight:
     """Join weights by rows, or with `stacked` along a third axis, the frames of a patch."""
 
     def values() -> Array:
         floats = [load_tensor(x, "float32") if isinstance(x, TensorEntry) else dense_values(x) for x in parts]
         return np.stack(floats, 2) if stacked else np.concatenate(floats)
 
-    return FloatWeight(name, shape, values)
+    return float_weight(name, shape, values)
 
 
 def with_encoder(text: Gguf, file: Path) -> tuple[Path, dict[str, TensorEntry], dict[str, Source], str]:

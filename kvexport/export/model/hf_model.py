@@ -1,17 +1,12 @@
 """Construction of Hugging Face decoders without weights, and refusal of models that kvexport cannot export."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from kvexport.errors import UsageError
 from kvexport.export.hooks.attention import IMPLEMENTATION
@@ -101,7 +96,6 @@ def hook_modules(model: Any) -> None:
 
 
 def attention_by_part(config: Any, attention: str) -> Any:
-    """Return a setting that uses `attention` for the text decoder, and the default for encoders."""
     if attention == IMPLEMENTATION and config.model_type in OWN:
         return "eager"
     text = config.get_text_config()
@@ -111,13 +105,11 @@ def attention_by_part(config: Any, attention: str) -> Any:
 
 
 def auto_class(config: Any) -> Any:
-    """Return the auto class of transformers for a config's decoder, which may be a part of a model with images."""
     of_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in _WITH_IMAGES
     return AutoModelForCausalLM if of_text else AutoModelForImageTextToText
 
 
 def decoder_class(config: Any) -> Any:
-    """Return the class of transformers for a config's decoder; None if transformers has no such decoder."""
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if type(config) in mapping:
             return mapping[type(config)]
@@ -215,7 +207,6 @@ def _depends_on_length(rope_type: str) -> bool:
 
 
 def length_notes(config: Any, max_length: int) -> list[str]:
-    """Return notes on fixed rotary frequencies, by which shorter sequences differ from transformers."""
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     notes = []
     for rope in [parameters, *(p for p in parameters.values() if isinstance(p, dict))]:
@@ -229,5 +220,4 @@ def length_notes(config: Any, max_length: int) -> list[str]:
 
 
 def is_composite(config: Any) -> bool:
-    """Return whether a config describes more than a text decoder, such as an image encoder."""
     return config.get_text_config() is not config

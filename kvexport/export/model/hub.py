@@ -1,7 +1,5 @@
 """The download of checkpoints from the Hugging Face hub, and the errors for downloads that fail."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -165,8 +165,9 @@ def stream_weights(model: Any, checkpoint: Checkpoint, sources: Mapping[str, str
             _pick_rows(checkpoint, names["weight"], device) if module is embedding else _read(checkpoint, names, device)
         )
         module.register_forward_pre_hook(read)
-        module.register_forward_hook(_let_go(names))
-        module._parameters.update(dict.fromkeys(names, UNREAD))
+        unread = dict.fromkeys(names, UNREAD)
+        module.register_forward_hook(lambda module, _, __, unread=unread: module._parameters.update(unread))
+        module._parameters.update(unread)
 
 
 def float_model(checkpoint: Checkpoint, recipe: Recipe, attention: str = "sdpa") -> Any:
@@ -207,7 +208,3 @@ def _pick_rows(checkpoint: Checkpoint, tensor: str, device: torch.device) -> Any
         return (places, *args[1:])
 
     return hook
-
-
-def _let_go(names: Mapping[str, str]) -> Any:
-    return lambda module, _, __: module._parameters.update(dict.fromkeys(names, UNREAD))

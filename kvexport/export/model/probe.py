@@ -3,8 +3,6 @@
 A model that kvexport cannot export is refused with an error that names the reason.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -177,7 +175,6 @@ def probe_layers(model: Any, mode: FakeTensorMode) -> Layout:
 
 
 def _require_same_attention(name: str, geometry: LayerGeometry, source: int, own: LayerGeometry) -> None:
-    """Raise UsageError if a layer reads a KV cache of another layer with attention of another kind."""
     for field in SHARED:
         here, there = getattr(geometry, field), getattr(own, field)
         if here != there:
@@ -217,7 +214,6 @@ def _refuse_other_inputs(model: Any) -> None:
 
 
 def _refuse_missing_layers(kind: str, text: Any, probe: _Probe, stateful: set[int]) -> None:
-    """Raise UsageError if a layer has neither attention nor a state and its kind is not named in `STATELESS`."""
     kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
     missing = [i for i in range(text.num_hidden_layers) if i not in probe.layers and i not in stateful]
     for i in missing:
@@ -257,7 +253,6 @@ def _refuse_own_positions(model: Any) -> None:
 
 
 def _refuse_experts(model: Any) -> None:
-    """Raise UsageError if the model computes experts in its own code, which no registered function can replace."""
     known = {name for name, _ in expert_modules(model)}
     for name, module in model.named_modules():
         if type(module).__name__.endswith("Experts") and name not in known:

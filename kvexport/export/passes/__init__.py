@@ -8,8 +8,6 @@ often each pass applied, call `logging.basicConfig(level="DEBUG")` before `kvexp
 `GRAPH_CHECKS` lists the checks of finished graphs, with the functions of their operators. The checks change nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import onnx

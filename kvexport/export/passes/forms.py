@@ -1,7 +1,5 @@
 """What a Linear or Experts node computes, read from its attributes, and the replacement of nodes by one Linear node."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,12 +22,10 @@ def linear_functions(graph: ir.Graph) -> list[onnx.FunctionProto]:
 
 
 def is_linear(node: ir.Node) -> bool:
-    """Return whether an ONNX node is a Linear or AdaptedLinear: kvexport's operators of fused matrix products."""
     return any(is_op(node, op_type, DOMAIN) for op_type in OP_TYPES)
 
 
 def linear_of(node: ir.Node, i: int) -> ir.Node | None:
-    """Return the Linear node that computes input `i` of a node; None if another node computes it."""
     return next((x for op_type in OP_TYPES if (x := producer(node, i, op_type, DOMAIN)) is not None), None)
 
 
@@ -42,7 +38,6 @@ def experts_form_of(node: ir.Node) -> ExpertsForm:
 
 
 def _attributes(node: ir.Node, form: Form | ExpertsForm) -> dict[str, Any]:
-    """Return the fields of a form as node attributes; fields about packed weights are left out if none is packed."""
     values = {name: node.attributes[name].value for name in vars(form) if name in node.attributes}
     return {name: tuple(x) if isinstance(x, (list, tuple)) else x for name, x in values.items()}
 
@@ -73,7 +68,6 @@ def dtype_of(linear: ir.Node) -> ir.DataType | None:
 
 
 def weight_of(linear: ir.Node) -> ir.Value:
-    """Return the weight [outputs, inputs] of the first matrix product of a Linear node."""
     form = form_of(linear)
     weight = linear.inputs[1 + form.norm + bool(form.adapted)]
     assert weight is not None

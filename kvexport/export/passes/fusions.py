@@ -3,8 +3,6 @@
 The passes stand in the order in which they run. Each pass shows the nodes that it looks for, and their replacement.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import onnx_ir as ir

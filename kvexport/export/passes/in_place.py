@@ -6,8 +6,6 @@ must run before the node that writes. And the node that writes must read each el
 it writes single rows, or element by element.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import onnx
@@ -64,14 +62,9 @@ def check_in_place(model: onnx.ModelProto) -> None:
             node = nodes[i]
             if node.op_type == "Shape":  # a shape does not change
                 continue
-            safe = _reads_safely(node, names) if i == writer else ancestors[writer] >> i & 1
-            if not safe:
+            written = set(node.input[1:]) if node.op_type.startswith("Scatter") else set()
+            writes_safely = node.op_type in SAFE_WRITERS and names.isdisjoint(written)
+            if not (writes_safely if i == writer else ancestors[writer] >> i & 1):
                 raise KvexportError(
                     f"{node.op_type} {node.name} may read {value.name} after {present} was written over it"
                 )
-
-
-def _reads_safely(writer: onnx.NodeProto, names: set[str]) -> bool:
-    """Return whether a node reads each element of a state tensor before overwriting it, and nothing else of it."""
-    rest = writer.input[1:] if writer.op_type.startswith("Scatter") else []
-    return writer.op_type in SAFE_WRITERS and names.isdisjoint(rest)

@@ -8,8 +8,6 @@ A decoder that returns only the logits of the last token ends with these nodes. 
 of every sequence is then computed by the nodes after the last attention (output projection, norms, MLP, residuals).
 """
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 

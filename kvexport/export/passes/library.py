@@ -11,8 +11,6 @@ weight. The bytes of a packed weight are already in the layout of MatMulNBits (`
 module gives its initializers the types of that operator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -84,7 +82,12 @@ def _of_linear(node: ir.Node, types: Types, sizes: Sizes) -> onnx.FunctionProto:
         parts = form.weight_inputs("gate" if i == form.count else f"weight{i}", i)
         kind, group = (form.packed[i], form.group[i]) if form.packed else (0, 0)
         weights.append(_weight(inputs, parts, parts_after(kind), group, types, sizes))
-    return library_function(form, weights, dtype, 3 if form.input_heads else len(dims(node.inputs[0])))
+    rank = 3 if form.input_heads else len(dims(node.inputs[0]))
+
+    def multiply(_: Form, weight: str, i: int, rows: str, result: str) -> list[str]:
+        return _product(weights[i], weight, {x: f"{weight}_{x}" for x in weights[i].parts}, rows, result, dtype, rank)
+
+    return _named(linear_function(form, multiply), weights, dtype, rank)
 
 
 def _of_experts(node: ir.Node, types: Types, sizes: Sizes) -> onnx.FunctionProto:
@@ -129,13 +132,6 @@ def retype(value: ir.Value, shape: Sequence[int]) -> None:
         )  # fmt: skip
     else:
         value.const_value = ir.tensor(np.frombuffer(old.tobytes(), np.uint8).reshape(shape), name=value.name)
-
-
-def library_function(form: Form, weights: Sequence[Weight], dtype: ir.DataType, rank: int) -> onnx.FunctionProto:
-    def multiply(_: Form, weight: str, i: int, rows: str, result: str) -> list[str]:
-        return _product(weights[i], weight, {x: f"{weight}_{x}" for x in weights[i].parts}, rows, result, dtype, rank)
-
-    return _named(linear_function(form, multiply), weights, dtype, rank)
 
 
 def experts_library_function(form: ExpertsForm, weights: Sequence[Weight], dtype: ir.DataType) -> onnx.FunctionProto:

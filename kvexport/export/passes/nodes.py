@@ -1,7 +1,5 @@
 """Helpers of graph passes: properties of ONNX nodes and values, and the replacement of several nodes by one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import onnx_ir as ir

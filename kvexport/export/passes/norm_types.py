@@ -8,8 +8,6 @@ the rows, because the operator normalizes in float32 anyway. By ONNX's definitio
 type of the rows before it scales. Its ONNX function also multiplies two types, which ONNX Runtime refuses.
 """
 
-from __future__ import annotations
-
 import onnx_ir as ir
 
 from kvexport.export.passes.nodes import is_op

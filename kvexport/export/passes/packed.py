@@ -18,8 +18,6 @@ ONNX Runtime's CUDA provider has no kernels of operators on bits, so for it the 
 with g the number of inputs that share a scale.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -34,14 +32,9 @@ from kvexport.ops.linear import dequantized, parts_after
 from kvexport.ops.packed import PackedFormat
 
 TYPES = {
-    "int4": ir.DataType.INT4,
-    "uint4": ir.DataType.UINT4,
-    "int8": ir.DataType.INT8,
-    "uint8": ir.DataType.UINT8,
-    "float16": ir.DataType.FLOAT16,
-    "float32": ir.DataType.FLOAT,
-    "int64": ir.DataType.INT64,
-}
+    "int4": ir.DataType.INT4, "uint4": ir.DataType.UINT4, "int8": ir.DataType.INT8, "uint8": ir.DataType.UINT8,
+    "float16": ir.DataType.FLOAT16, "float32": ir.DataType.FLOAT, "int64": ir.DataType.INT64,
+}  # fmt: skip
 ROWS = "rows"
 _PACKED = "kvexport.packed"  # the key of a dequantized value's packed weight in its metadata
 
@@ -81,7 +74,10 @@ def put_packed(
         gathers = [node for node in gathers if "axis" not in node.attributes or node.attributes["axis"].as_int() == 0]
         del model.graph.initializers[name]
         for node in gathers:
-            put.library_embedding(node) if library else put.embedding(node)
+            rows, old = put.library_embedding(node) if library else put.embedding(node), node.outputs[0]
+            _like(rows, old, str(old.name))
+            ir.convenience.replace_all_uses_with(old, rows, replace_graph_outputs=True)
+            model.graph.remove(node, safe=True)
             parts = ("zero", "scale", "minimum")
             renamed |= {component_name(name, f"{part}_{ROWS}"): component_name(name, part) for part in parts}
             renamed[component_name(name, ROWS)] = name
@@ -121,12 +117,7 @@ def _order_input(
 
 class _Putter:
     def __init__(
-        self,
-        graph: ir.Graph,
-        name: str,
-        shape: tuple[int, int],
-        packing: PackedFormat,
-        dtype: ir.DataType,
+        self, graph: ir.Graph, name: str, shape: tuple[int, int], packing: PackedFormat, dtype: ir.DataType
     ) -> None:
         self.graph, self.name, self.shape, self.packing, self.dtype = graph, name, shape, packing, dtype
         self.components = packing.tensors(*shape)
@@ -191,8 +182,8 @@ class _Putter:
         value.meta[_PACKED] = Packed(self.packing, [*parts.values()])
         return value
 
-    def embedding(self, gather: ir.Node) -> None:
-        """Replace a Gather of the weight's rows by nodes that gather the packed rows and dequantize them."""
+    def embedding(self, gather: ir.Node) -> ir.Value:
+        """Add nodes that gather the packed rows and dequantize them, in place of a Gather of the weight's rows."""
         self.before, ids, kind = gather, gather.inputs[1], self.packing.kind
         assert ids is not None
         inputs, lines, picked = {"ids": ids}, list[str](), dict[str, str]()
@@ -208,14 +199,10 @@ class _Putter:
                 lines += _codes(picked[name], signed=dtype == "int4")
                 picked[name] += "_codes"
         more, result = dequantized([*picked.values()], kind, self.packing.group, axis=2)
-        rows = self.cast(self.computed([*lines, *more], inputs, result), ir.DataType.FLOAT, self.dtype)
-        old = gather.outputs[0]
-        _like(rows, old, str(old.name))
-        ir.convenience.replace_all_uses_with(old, rows, replace_graph_outputs=True)
-        self.graph.remove(gather, safe=True)
+        return self.cast(self.computed([*lines, *more], inputs, result), ir.DataType.FLOAT, self.dtype)
 
-    def library_embedding(self, gather: ir.Node) -> None:
-        """Replace a Gather of the packed weight's rows by ONNX Runtime's GatherBlockQuantized."""
+    def library_embedding(self, gather: ir.Node) -> ir.Value:
+        """Add ONNX Runtime's GatherBlockQuantized in place of a Gather of the weight's rows."""
         self.before = gather
         packing, (n, k) = self.packing, self.shape
         groups, ids = k // packing.group, gather.inputs[1]
@@ -238,9 +225,7 @@ class _Putter:
             least = self.node("Unsqueeze", [picked, self.constant([-1])])
             apart = self.node("Reshape", [rows, self.constant([0, 0, groups, packing.group])])
             rows = self.node("Reshape", [self.node("Add", [apart, least]), self.constant([0, 0, k])])
-        old = gather.outputs[0]
-        _like(rows, old, str(old.name))
-        ir.convenience.replace_all_uses_with(old, rows, replace_graph_outputs=True)
+        return rows
 
 
 def _codes(name: str, *, signed: bool) -> list[str]:

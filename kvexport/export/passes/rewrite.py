@@ -1,7 +1,5 @@
 """The interface of a pass over an ONNX graph, the log of how often each pass applied, and two simple passes."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -26,7 +24,6 @@ def at_every_node(rewrite: Callable[[ir.Node], bool]) -> Pass:
 
 
 def run_passes(model: ir.Model, passes: Sequence[Pass]) -> dict[str, int]:
-    """Run passes in order; return how often each applied, by the name of its function."""
     applied: dict[str, int] = {}
     for run in passes:
         applied[run.__name__] = run(model)

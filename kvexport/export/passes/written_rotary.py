@@ -9,8 +9,6 @@ Cast and a Mul by one number keep the halves of Concat<axis = -1>(f, f) equal. c
 exporter's own fusion leaves out models whose cosines are of another type than their heads.
 """
 
-from __future__ import annotations
-
 import onnx_ir as ir
 
 from kvexport.export.passes.forms import linear_of

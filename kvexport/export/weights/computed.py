@@ -4,8 +4,6 @@ Such weights are packed weights of a quantized checkpoint, weights that the buil
 are assembled from several tensors. They are computed in blocks of rows while they are written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +30,6 @@ class ComputedSpec:
 
     @property
     def components(self) -> dict[str, PackedTensor]:
-        """The tensors that store the initializer: weight, scale and so on of a packed weight, or only the weight."""
         packing = self.source.packing
         return (
             {"weight": PackedTensor(self.dtype, self.shape)} if packing is None else packing.tensors(*self.source.shape)
@@ -44,15 +41,11 @@ class ComputedSpec:
 
 
 def component_name(initializer: str, component: str) -> str:
-    """Return the name of one tensor of a packed initializer, such as q_proj.scale for the scale of q_proj.weight."""
     return initializer if component == "weight" else f"{initializer.removesuffix('.weight')}.{component}"
 
 
 def component_blocks(spec: ComputedSpec) -> Iterator[tuple[str, Iterator[Array]]]:
-    """Yield (name, bytes block by block) for each tensor that stores an initializer, in the order of `components`.
-
-    Each tensor must be read to its end before the next one.
-    """
+    """Yield (name, blocks of bytes) of each tensor of an initializer; each must be read before the next."""
     packing, source = spec.source.packing, spec.source
     if packing is None:
         yield "weight", _floats(spec)

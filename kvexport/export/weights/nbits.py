@@ -7,8 +7,6 @@ codes of 4 bits, codes of 5 or 6 bits and the values of a table become codes of 
 super-scales become float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -82,10 +80,7 @@ class NBits:
 
 
 def _numbers(block: Mapping[str, Array], old: PackedFormat, new: PackedFormat, shape: tuple[int, int]) -> Array:
-    """Repack a block of rows of a packed weight [rows, inputs]: return the bytes of its codes in the format `new`.
-
-    Codes of `old` that are indices into a table of values are replaced by these values.
-    """
+    """Repack a block of rows of a packed weight [rows, inputs]: return the bytes of its codes in the format `new`."""
     if not old.table and old.bits == new.bits:
         flipped = (0x88 if new.bits == 4 else 0x80) if new.signed else 0
         result: Array = block["weight"].reshape(-1).view(np.uint8) ^ np.uint8(flipped)
@@ -97,7 +92,6 @@ def _numbers(block: Mapping[str, Array], old: PackedFormat, new: PackedFormat, s
 
 
 def nbits_specs(specs: list[Spec]) -> list[Spec]:
-    """Convert packed weights to MatMulNBits' layout where possible, otherwise to floats; return all weights' specs."""
     return [replace(spec, source=_stored(spec.source)) if isinstance(spec, ComputedSpec) else spec for spec in specs]
 
 

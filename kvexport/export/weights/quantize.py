@@ -7,8 +7,6 @@ normally distributed weights the squared error is 0.9 times that of the first ca
 search through 80 scales.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +45,6 @@ class Rounded:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """The shape of the weight in an artifact: [outputs, inputs], or [experts, outputs, inputs] for experts."""
         whole: tuple[int, ...] = getattr(self.entry, "full_shape", self.entry.shape)
         return whole
 

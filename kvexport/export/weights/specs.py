@@ -61,7 +61,8 @@ def weight_specs(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> list[Spe
         )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     rounded = _packed_only(rounded_formats(model, recipe))
-    embeddings, layouts, expansions = _embeddings(model), expert_layouts(model), expansion_weights(model)
+    embeddings = {f"{prefix}.weight" for prefix, x in model.named_modules() if isinstance(x, nn.Embedding)}
+    layouts, expansions = expert_layouts(model), expansion_weights(model)
     specs: list[Spec] = []
     for name, initializer in names.items():
         dtype: Any = str(parameters[name].dtype).removeprefix("torch.")  # a float16 model has a few in float32
@@ -93,10 +94,7 @@ def stored_specs(specs: list[Spec], recipe: Recipe) -> list[Spec]:
 
 
 def rounded_formats(model: Any, recipe: Recipe) -> Iterator[tuple[str, PackedFormat | str]]:
-    """Yield (parameter, its packed format or why it stays in floats) if the recipe rounds weights.
-
-    The parameters are projections, the output head, the embeddings and the experts.
-    """
+    """Yield (parameter, its packed format or why it stays in floats) if the recipe rounds weights."""
     section = recipe.weights
     if section.bits is None:
         return
@@ -141,7 +139,6 @@ def _packed_only(formats: Iterable[tuple[str, PackedFormat | str]]) -> dict[str,
 
 
 def _problem(packing: PackedFormat, recipe: Recipe, *, picked: bool = False) -> tuple[str, str] | None:
-    """Return why the recipe's backend cannot read a packed weight of this format, and the fix; None if it can."""
     return backends.get(recipe.backend.name).packing_problem(
         recipe,
         packing.dtype,
@@ -153,10 +150,7 @@ def _problem(packing: PackedFormat, recipe: Recipe, *, picked: bool = False) -> 
 
 
 def planned_bytes(checkpoint: Checkpoint, model: Any, recipe: Recipe) -> tuple[int, int, int]:
-    """Return the bytes of an artifact's weights, of its experts, and of the experts that one token's decode step reads.
-
-    Tied weights (one tensor for several parameters) count once.
-    """
+    """Return the bytes of all weights, of the experts, and of the experts that a token's decode step reads."""
     if checkpoint.files:
         refuse_unexpected(model, checkpoint)
         specs = weight_specs(checkpoint, model, recipe)
@@ -187,16 +181,8 @@ def packings(specs: Sequence[Spec]) -> dict[str, PackedFormat]:
     }
 
 
-def _embeddings(model: Any) -> set[str]:
-    return {f"{prefix}.weight" for prefix, module in model.named_modules() if isinstance(module, nn.Embedding)}
-
-
 def _why_floats(source: Source, recipe: Recipe, *, picked: bool) -> str:
-    """Return why a packed weight of the checkpoint is stored as floats in the artifact; "" if it stays packed.
-
-    `picked` marks an embedding, whose rows are read one by one. Its columns must not be reordered, and every row of
-    zero points has to begin at a byte.
-    """
+    """Return why a packed weight becomes floats; "" if it stays packed. `picked`: its rows are read one by one."""
     packing = source.packing
     assert packing is not None
     halves = packing.offset == "zero" and packing.bits == 4 and source.shape[1] // packing.group % 2 == 1
@@ -207,14 +193,12 @@ def _why_floats(source: Source, recipe: Recipe, *, picked: bool) -> str:
 
 
 def packed_formats(specs: Sequence[Spec]) -> dict[str, int]:
-    """Count the weights that are packed in each format; tied weights count once."""
     computed = [spec.source for spec in specs if isinstance(spec, ComputedSpec)]
     sources = dict.fromkeys(source.source if isinstance(source, NBits) else source for source in computed)
     return dict(sorted(Counter(source.packing.label for source in sources if source.packing is not None).items()))
 
 
 def weight_notes(checkpoint: Checkpoint, model: Any, recipe: Recipe, specs: Sequence[Spec]) -> list[str]:
-    """Return notes for the user on weights that the build changes, or leaves unrounded although the recipe rounds."""
     formats, group = dict(rounded_formats(model, recipe)), recipe.weights.group
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     floats: dict[str, list[str]] = {}
@@ -239,6 +223,5 @@ def weight_notes(checkpoint: Checkpoint, model: Any, recipe: Recipe, specs: Sequ
 
 
 def _each(reasons: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return one note for each reason, with the name of the first parameter and the number of the others."""
     more = {why: f" and {len(names) - 1} more" if len(names) > 1 else "" for why, names in reasons.items()}
     return [f"{why}: {names[0]}{more[why]}" for why, names in reasons.items()]

@@ -24,12 +24,7 @@ from kvexport.errors import UsageError
 from kvexport.export.model.tensors import Source
 from kvexport.export.weights.computed import ComputedSpec, component_blocks, component_name
 from kvexport.files import sync
-from kvexport.tensor_files.casting import (
-    WANTED,
-    Dtype,
-    cast_blocks,
-    require_float,
-)
+from kvexport.tensor_files.casting import WANTED, Dtype, cast_blocks, require_float
 from kvexport.tensor_files.shards import TensorEntry
 
 DATA_FILE = "decoder.weights"
@@ -87,7 +82,6 @@ class SharedWeights:
 
 
 def total_bytes(specs: Sequence[Spec]) -> int:
-    """Return the number of bytes that `write_weights` writes for these weights; tied tensors count once."""
     return sum(spec.nbytes for spec in _distinct(specs))
 
 
@@ -132,7 +126,6 @@ def write_weights(specs: Sequence[Spec], staging: Path, progress: Callable[[int]
 
 
 def link_shared(shared: SharedWeights, staging: Path, progress: Callable[[int], None]) -> WrittenWeights:
-    """Hard-link the weight files of `shared` into `staging`, or copy them if the file system cannot link."""
     for name in shared.written.digests:
         try:
             os.link(shared.folder / name, staging / name)
@@ -198,7 +191,6 @@ def _bytes(block: np.ndarray[Any, Any]) -> memoryview:
 
 
 def _key(spec: Spec) -> Key:
-    """Return a key of what a weight's bytes in the artifact depend on; weights with equal keys are written once."""
     return (spec.entry if isinstance(spec, TensorSpec) else spec.source, spec.dtype)
 
 

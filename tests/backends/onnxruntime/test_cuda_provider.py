@@ -182,7 +182,6 @@ def test_a_layer_that_the_kernels_do_not_take_runs_from_its_function(tiny_artifa
 
 
 def gpu_check() -> Any:
-    """Import tools/gpu_check/onnxruntime.py, whose comparison runs on a GPU."""
     from tools.gpu_check import onnxruntime
 
     return onnxruntime
@@ -229,7 +228,6 @@ Run = tuple[str, int | None]  # a session, and the id of the CUDA graph
 
 
 def runs_of(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
-    """Return a list to which every run from now on is appended."""
     seen: list[Run] = []
     run = engine.model.run
 

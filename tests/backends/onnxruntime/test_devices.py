@@ -31,7 +31,6 @@ from tests.support.tiny_model import generated
 
 @pytest.fixture
 def cuda_artifact(tiny_artifact: Path, tmp_path: Path) -> Path:
-    """The tiny artifact with the device of its recipe changed to cuda."""
     path = tmp_path / "artifact"
     shutil.copytree(tiny_artifact, path)
     manifest = json.loads((path / "manifest.json").read_text())
@@ -49,11 +48,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], list[Any]]:
-    """A function that pretends that there is a GPU and ONNX Runtime's CUDA provider.
-
-    It is called with the providers that sessions report. The sessions run on the CPU. It returns the list of sessions
-    with the providers that kvexport asked for.
-    """
+    """A function that pretends that there is a GPU and ONNX Runtime's CUDA provider."""
     monkeypatch.setattr(devices, "driver_problem", lambda: "")
     monkeypatch.setattr(devices, "gpu_memory", lambda: (8 << 30, 8 << 30))
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [*devices.PROVIDERS.values()])

@@ -44,7 +44,6 @@ print(held, advised() - before)
 
 @pytest.fixture(scope="module")
 def one_linear(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of which PROGRAM makes a session."""
     node = helper.make_node("Linear", ["x", "w"], ["y"], domain="kvexport", **Form().attributes)
     x, y = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["B", 1024]) for name in "xy")
     weight = numpy_helper.from_array(np.ones((1024, 1024), np.float32), "w")
@@ -149,59 +148,30 @@ V2 = {"proc/self/cgroup": "0::/jobs/one\n"}
 V1 = {"proc/self/cgroup": "5:cpu,cpuacct:/jobs\n4:memory:/jobs/one\n"}
 
 
+def group(
+    path: str, limit: int, used: int, stat: str = "", names: tuple[str, str] = ("max", "current")
+) -> dict[str, str]:
+    files = {names[0]: f"{limit * GIB}\n", names[1]: f"{used * GIB}\n"} | ({"stat": stat} if stat else {})
+    return {f"sys/fs/cgroup/{path}memory.{name}": text for name, text in files.items()}
+
+
+OF_V1 = ("limit_in_bytes", "usage_in_bytes")
+CACHED = f"anon {GIB}\ninactive_file {4 * GIB}\nactive_file {2 * GIB}\n"
+
+
 @pytest.mark.parametrize(
     ("files", "most"),
     [
         (MACHINE, 24),  # an eighth of the machine's 64 stays
         (MACHINE | V2, 24),
         (MACHINE | V2 | {"sys/fs/cgroup/jobs/one/memory.max": "max\n"}, 24),
-        (
-            MACHINE
-            | V2
-            | {
-                "sys/fs/cgroup/jobs/one/memory.max": f"{8 * GIB}\n",
-                "sys/fs/cgroup/jobs/one/memory.current": f"{GIB}\n",
-            },
-            6,
-        ),
-        # The memory that the group uses for files counts as free.
-        (
-            MACHINE
-            | V2
-            | {
-                "sys/fs/cgroup/jobs/one/memory.max": f"{8 * GIB}\n",
-                "sys/fs/cgroup/jobs/one/memory.current": f"{7 * GIB}\n",
-                "sys/fs/cgroup/jobs/one/memory.stat": f"anon {GIB}\ninactive_file {4 * GIB}\nactive_file {2 * GIB}\n",
-            },
-            6,
-        ),
+        (MACHINE | V2 | group("jobs/one/", 8, 1), 6),
+        (MACHINE | V2 | group("jobs/one/", 8, 7, CACHED), 6),  # the memory that it uses for files counts as free
         # A group around the process's own group, and the root group, whose path is the host's.
-        (
-            MACHINE
-            | V2
-            | {"sys/fs/cgroup/jobs/memory.max": f"{16 * GIB}\n", "sys/fs/cgroup/jobs/memory.current": f"{GIB}\n"},
-            13,
-        ),
-        (MACHINE | V2 | {"sys/fs/cgroup/memory.max": f"{16 * GIB}\n", "sys/fs/cgroup/memory.current": f"{GIB}\n"}, 13),
-        (
-            MACHINE
-            | V1
-            | {
-                "sys/fs/cgroup/memory/jobs/one/memory.limit_in_bytes": f"{8 * GIB}\n",
-                "sys/fs/cgroup/memory/jobs/one/memory.usage_in_bytes": f"{4 * GIB}\n",
-                "sys/fs/cgroup/memory/jobs/one/memory.stat": f"total_inactive_file {GIB}\ntotal_active_file 0\n",
-            },
-            4,
-        ),
-        (
-            MACHINE
-            | V1
-            | {
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{8 * GIB}\n",
-                "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}\n",
-            },
-            6,
-        ),
+        (MACHINE | V2 | group("jobs/", 16, 1), 13),
+        (MACHINE | V2 | group("", 16, 1), 13),
+        (MACHINE | V1 | group("memory/jobs/one/", 8, 4, f"total_inactive_file {GIB}\ntotal_active_file 0\n", OF_V1), 4),
+        (MACHINE | V1 | group("memory/", 8, 1, names=OF_V1), 6),
         ({}, -1),  # nothing is known
     ],
 )

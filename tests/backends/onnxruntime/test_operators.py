@@ -47,7 +47,6 @@ def tool(*names: str) -> str:
 
 @cache
 def fuzz(folder: str, *options: str) -> Path:
-    """Compile plugins/tests/fuzz.cpp in build-cache/<folder>, and return its path."""
     cmake = tool("cmake")
     tool(os.environ.get("CXX", "c++"))
     build = ROOT / "build-cache" / folder

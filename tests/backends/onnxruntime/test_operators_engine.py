@@ -51,7 +51,6 @@ def artifact(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def both(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, Engine]:
-    """Return the engine on the native operators and the engine on the functions."""
     monkeypatch.delenv(native.VARIABLE, raising=False)
     one = load(path)
     monkeypatch.setenv(native.VARIABLE, "off")

@@ -342,14 +342,11 @@ def ring_node(op: str, attributes: dict[str, Any], shapes: dict[str, Any] | None
     return (attention if op == "VoteAttention" else merging)(attributes, ring_shapes(op) | (shapes or {}), **options)
 
 
-@pytest.mark.parametrize(
-    ("op", "attributes", "tensor", "message"),
-    [
-        ("VoteAttention", KEEPING, "query", r"query is \[2, 2, 4, 8\], not \[2, 2, 5, 8\]"),
-        ("VoteAttention", KEEPING, "query_seen", r"query_seen is \[2, 2, 4\], not \[2, 2, 5\]"),
-        ("MergeCache", GRKV_5, "query_seen", r"query_seen is \[2, 2, 4\], not \[2, 2, 5\]"),
-    ],
-)
+@pytest.mark.parametrize(("op", "attributes", "tensor", "message"), [
+    ("VoteAttention", KEEPING, "query", r"query is \[2, 2, 4, 8\], not \[2, 2, 5, 8\]"),
+    ("VoteAttention", KEEPING, "query_seen", r"query_seen is \[2, 2, 4\], not \[2, 2, 5\]"),
+    ("MergeCache", GRKV_5, "query_seen", r"query_seen is \[2, 2, 4\], not \[2, 2, 5\]"),
+])  # fmt: skip
 def test_a_ring_that_does_not_fit_is_an_error_of_the_run(
     op: str, attributes: dict[str, Any], tensor: str, message: str
 ) -> None:

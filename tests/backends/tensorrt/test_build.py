@@ -220,8 +220,6 @@ def test_progress_advances_to_its_end_and_never_back() -> None:
 
 
 class Runner:
-    """A replacement of polygraphy's TrtRunner over a fake engine."""
-
     profiles: list[int] = []  # noqa: RUF012
 
     def __init__(self, engine: Any, name: str, optimization_profile: int) -> None:
@@ -257,10 +255,6 @@ def test_engines_are_validated_as_sessions_are(
 def test_wrong_state_of_any_call_and_layer_is_detected(
     tiny_artifact: Path, tmp_path: Path, plugins: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wrong state is found in any call and layer.
-
-    This includes calls that are not compared with float64, and a layer whose input is the engine's own hidden state.
-    """
     from polygraphy.backend import trt
 
     class Wrong(Runner):

@@ -133,15 +133,11 @@ def test_a_jetson_with_less_memory_than_an_engine_and_its_plan_is_refused(
 # The plugins.
 
 
-@pytest.mark.parametrize(
-    ("library", "message"),
-    [
-        (None, "is no file"),
-        ("no library at all", "TensorRT refused it"),
-        ("plugins\nVoteAttention 1\n", "it has no MergeCache"),
-        ("plugins\nVoteAttention 2\nMergeCache 2\n", "it has MergeCache 2, VoteAttention 2, this kvexport needs"),
-    ],
-)
+@pytest.mark.parametrize(("library", "message"), [
+    (None, "is no file"), ("no library at all", "TensorRT refused it"),
+    ("plugins\nVoteAttention 1\n", "it has no MergeCache"),
+    ("plugins\nVoteAttention 2\nMergeCache 2\n", "it has MergeCache 2, VoteAttention 2, this kvexport needs"),
+])  # fmt: skip
 def test_a_plugin_library_that_cannot_be_used(
     tiny_artifact: Path, tmp_path: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch, library: str | None, message: str
 ) -> None:
@@ -186,14 +182,10 @@ def test_engines_of_plugins_without_the_plugins(
 H100, H200, A10 = Gpu("H100", (9, 0)), Gpu("H200", (9, 0)), Gpu("A10", (8, 6))
 
 
-@pytest.mark.parametrize(
-    ("version", "gpu", "message"),
-    [
-        ("11.4.1.5", H200, None),
-        ("11.4.1.6", H100, "built by TensorRT 11.4.1.5 and runs on no other, this is 11.4.1.6"),
-        ("11.4.1.5", A10, "on H100 and runs on compute capability 9.0, this is A10 .compute capability 8.6"),
-    ],
-)
+@pytest.mark.parametrize(("version", "gpu", "message"), [
+    ("11.4.1.5", H200, None), ("11.4.1.6", H100, "built by TensorRT 11.4.1.5 and runs on no other, this is 11.4.1.6"),
+    ("11.4.1.5", A10, "on H100 and runs on compute capability 9.0, this is A10 .compute capability 8.6"),
+])  # fmt: skip
 def test_a_plan_of_another_machine(version: str, gpu: Gpu, message: str | None) -> None:
     about = EngineRecord(
         decoder="decoder.plan",

@@ -43,7 +43,6 @@ def test_without_the_other_rows_a_shape_would_depend_on_the_votes(tiny_artifact:
 
 
 def test_functions_of_one_name_and_several_overloads_are_all_written_out() -> None:
-    """Functions of one name with several overloads are inlined, as TensorRT's parser knows functions by name only."""
     node, opsets = onnx.helper.make_node, [onnx.helper.make_opsetid("", 23)]
     bodies = {"sum": node("Add", ["x", "x"], ["y"]), "product": node("Mul", ["x", "x"], ["y"])}
     functions = [

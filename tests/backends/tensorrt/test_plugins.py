@@ -218,18 +218,14 @@ def test_every_type_of_cache_and_nothing_else_is_supported(harness: Harness, cac
         tensors[at].format = 0
 
 
-@pytest.mark.parametrize(
-    ("at", "kind", "shape", "message"),
-    [
-        (0, None, (B, 4, T, 8), "query is [?, 4, ?, 8], not [?, 4, ?, 16]"),
-        (2, None, (B, 2, T, 16), "value is [?, 2, ?, 16], not [?, 2, ?, 24]"),
-        (4, None, (B, 2), "query_length is [?, 2], not [?, 1]"),
-        (7, None, (B, 190), "past_votes is [?, 190], not [?, 192]"),
-        (8, None, (B, 1, 192), "past_score is [?, 1, 192], not [?, 2, 192]"),
-        (10, None, (2,), "sink_logits is [2], not [4]"),
-        (5, None, (B, 192), "past_key is [?, 192], not [?, 192, ?]"),
-    ],
-)
+@pytest.mark.parametrize(("at", "kind", "shape", "message"), [
+    (0, None, (B, 4, T, 8), "query is [?, 4, ?, 8], not [?, 4, ?, 16]"),
+    (2, None, (B, 2, T, 16), "value is [?, 2, ?, 16], not [?, 2, ?, 24]"),
+    (4, None, (B, 2), "query_length is [?, 2], not [?, 1]"),
+    (7, None, (B, 190), "past_votes is [?, 190], not [?, 192]"),
+    (8, None, (B, 1, 192), "past_score is [?, 1, 192], not [?, 2, 192]"),
+    (10, None, (2,), "sink_logits is [2], not [4]"), (5, None, (B, 192), "past_key is [?, 192], not [?, 192, ?]"),
+])  # fmt: skip
 def test_shapes_that_do_not_fit_are_named(
     harness: Harness, at: int, kind: int | None, shape: tuple[int, ...], message: str
 ) -> None:
@@ -268,14 +264,11 @@ def test_types_and_counts_that_do_not_fit_are_named(harness: Harness) -> None:
     assert "it has 10 to 11 inputs and 6 outputs, not 9 and 6" in harness.log()
 
 
-@pytest.mark.parametrize(
-    ("tensors", "message"),
-    [
-        (changed(attention_tensors(), 5, shape=(B, -1, 16)), "only the batch and the number of tokens may be left"),
-        (attention_tensors(most=(4, 97)), "more tokens than a KV head has slots"),
-        (attention_tensors(most=(40000, 1)), "more than 65536 KV heads"),
-    ],
-)
+@pytest.mark.parametrize(("tensors", "message"), [
+    (changed(attention_tensors(), 5, shape=(B, -1, 16)), "only the batch and the number of tokens may be left"),
+    (attention_tensors(most=(4, 97)), "more tokens than a KV head has slots"),
+    (attention_tensors(most=(40000, 1)), "more than 65536 KV heads"),
+])  # fmt: skip
 def test_calls_without_a_kernel_are_refused_when_the_engine_is_built(
     harness: Harness, tensors: list[Tensor], message: str
 ) -> None:

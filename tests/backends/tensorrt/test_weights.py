@@ -41,7 +41,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def artifact(checkpoint: Path) -> Path:
-    """The checkpoint's graphs for TensorRT."""
     return build(recipe_of(checkpoint, ROUNDED), checkpoint.parent / "artifact", graphs_only=True)
 
 
@@ -90,14 +89,11 @@ def test_the_graph_equals_the_artifact(artifact: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(*logits)
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ({"bits": 4, "group": 32}, "int4, groups of 32, and TensorRT takes only groups of 64 and 128"),
-        ({"bits": 8, "group": 64}, "int8, groups of 64, and TensorRT takes only int4"),
-        ({"bits": 4, "group": 64, "symmetric": False}, "uint4, groups of 64, zero points, and TensorRT takes"),
-    ],
-)
+@pytest.mark.parametrize(("weights", "message"), [
+    ({"bits": 4, "group": 32}, "int4, groups of 32, and TensorRT takes only groups of 64 and 128"),
+    ({"bits": 8, "group": 64}, "int8, groups of 64, and TensorRT takes only int4"),
+    ({"bits": 4, "group": 64, "symmetric": False}, "uint4, groups of 64, zero points, and TensorRT takes"),
+])  # fmt: skip
 def test_another_rounding_is_refused(checkpoint: Path, weights: Any, message: str) -> None:
     shape = read_model(recipe := recipe_of(checkpoint, weights))
     with pytest.raises(UsageError, match=message) as caught:

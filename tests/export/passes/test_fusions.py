@@ -55,15 +55,9 @@ def fused(text: str, weights: dict[str, Any], several: bool = False, shapes: Any
 
 
 SHAPES = {
-    "p": "B,T,8",
-    "q": "B,T,8",
-    "m": "B,T,8",
-    "h": "B,T,2,4",
-    "g": "T,B,2,4",
-    "a": "B,2,T,4",
-    "c": "B,T,2,4",
+    "p": "B,T,8", "q": "B,T,8", "m": "B,T,8", "h": "B,T,2,4", "g": "T,B,2,4", "a": "B,2,T,4", "c": "B,T,2,4",
     "d": "B,T,8",
-}
+}  # fmt: skip
 SQUARE = {"w": ("float32", [8, 8]), "v": ("float32", [8, 8]), "b": ("float32", [8]), "one": ("float32", [1])}
 
 
@@ -72,7 +66,6 @@ def body(*lines: str) -> str:
 
 
 def weights_of(*lines: str) -> dict[str, Any]:
-    """Return the weights of SQUARE that the lines read."""
     read = "".join(lines)
     return {name: value for name, value in SQUARE.items() if re.search(rf"[(,] ?{name}[,)]", read)}
 

@@ -172,8 +172,6 @@ def test_a_reader_inside_a_function_counts() -> None:
 
 
 class Separate:
-    """The same two sessions, with new buffers for every output."""
-
     def __init__(self, engine: Engine, lanes: int) -> None:
         backend = engine.new_state(lanes)
         self.sessions = engine.model

@@ -35,10 +35,7 @@ def test_norms_that_scale_in_float32_round_once(kind: type[nn.Module]) -> None:
     assert (actual != expected).mean() < 0.01
 
 
-@pytest.mark.parametrize(
-    ("rows", "scale"),
-    [("float", "float"), ("float", "float16")],
-)
+@pytest.mark.parametrize(("rows", "scale"), [("float", "float"), ("float", "float16")])
 def test_other_types_stay_as_they_are(rows: str, scale: str) -> None:
     opening = '<ir_version: 11, opset_import: ["": 23]>'
     body = "{ y = RMSNormalization (x, s) }"

@@ -17,16 +17,10 @@ LAYERS = models.SIZES["num_hidden_layers"]
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "layer_types": ["full_attention"] * LAYERS}
 # Per layer: products for queries, keys, values, output, gate, up, down. Per decoder: the last norm and the logits.
 LLAMA = {
-    "make_linear": 7 * LAYERS + 1,
-    "add_gate": LAYERS,
-    "add_residual": 2 * LAYERS,
-    "split_output": 3 * LAYERS,
-    "read_heads": LAYERS,
-    "pick_last_rows": 1,
-    "join_products": LAYERS,
-    "add_norm": 2 * LAYERS + 1,
+    "make_linear": 7 * LAYERS + 1, "add_gate": LAYERS, "add_residual": 2 * LAYERS, "split_output": 3 * LAYERS,
+    "read_heads": LAYERS, "pick_last_rows": 1, "join_products": LAYERS, "add_norm": 2 * LAYERS + 1,
     "add_rotary": 2 * LAYERS,
-}
+}  # fmt: skip
 # GELU instead of SiLU, and norms between the products and their residuals, so gate and up stay two products of one
 # input. The norms scale in float32, so rows are cast before every product.
 GEMMA_HALF = LLAMA | {

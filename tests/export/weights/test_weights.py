@@ -17,14 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from kvexport.errors import UsageError
 from kvexport.export.model.checkpoint import read_checkpoint
-from kvexport.export.weights.write import (
-    Location,
-    SharedWeights,
-    TensorSpec,
-    link_shared,
-    total_bytes,
-    write_weights,
-)
+from kvexport.export.weights.write import Location, SharedWeights, TensorSpec, link_shared, total_bytes, write_weights
 from kvexport.tensor_files.casting import load_tensor
 from kvexport.tensor_files.shards import TensorEntry
 
@@ -63,10 +56,6 @@ def bits(array: np.ndarray) -> np.ndarray:
 
 
 def every_pattern(dtype: torch.dtype) -> torch.Tensor:
-    """Return every finite value of a 16-bit type.
-
-    For a wider type, return all its exponents and signs with mantissas near every rounding boundary.
-    """
     short = torch.arange(65536, dtype=torch.int32).to(torch.int16)
     if dtype.itemsize == 2:
         return finite(short.view(dtype))

@@ -5,58 +5,17 @@ matrix, with the first code of a byte in the high half. The weights are therefor
 QuantState and dequantize_4bit.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvexport.export.model.quantized.reading import Read, Tensors, refused, require, require_shape, whole, wrong
-from kvexport.export.model.tensors import Source
+from kvexport.export.model.tensors import Source, Weight
 from kvexport.tensor_files.casting import BLOCK_BYTES, byte_rows, read_blocks, row_blocks
 from kvexport.tensor_files.shards import TensorEntry
-
-
-@dataclass(frozen=True)
-class TableOf16:
-    """A bitsandbytes weight [outputs, inputs] of 4-bit indices into a table of 16 floats; it is read as floats."""
-
-    weight: TensorEntry
-    table: TensorEntry
-    scale: TensorEntry
-    nested: tuple[TensorEntry, TensorEntry] | None  # table and scales of the scales, if these are quantized too
-    shape: tuple[int, int]
-    block: int
-    nested_block: int
-    offset: float  # number that is added to quantized scales
-    packing: None = None
-
-    @property
-    def name(self) -> str:
-        return self.weight.name
-
-    @cached_property
-    def _scales(self) -> NDArray[np.float32]:
-        scale = whole(self.scale).reshape(-1)
-        if self.nested is not None:
-            table, own = map(whole, self.nested)
-            scale = table[scale] * np.repeat(own, self.nested_block)[: scale.size] + np.float32(self.offset)
-        return scale.astype(np.float32)
-
-    def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        (n, k), table = self.shape, whole(self.table).astype(np.float32)
-        scale = self._scales
-        for rows in row_blocks(n, 4 * k, BLOCK_BYTES):
-            first, end = rows.start * k, rows.stop * k
-            stored = byte_rows(self.weight, range(first // 2, end // 2)).reshape(-1)
-            numbers = np.stack([stored >> 4, stored & 15], axis=-1).reshape(-1)
-            values = table[numbers] * scale[np.arange(first, end) // self.block]
-            yield {"weight": values.reshape(len(rows), k)}
 
 
 def read_bitsandbytes(config: Mapping[str, Any], tensors: Tensors) -> Read:
@@ -79,12 +38,13 @@ def read_bitsandbytes(config: Mapping[str, Any], tensors: Tensors) -> Read:
     return sources, used, [note]
 
 
-def _table_of_16(tensors: Tensors, name: str, state: TensorEntry) -> TableOf16:
+def _table_of_16(tensors: Tensors, name: str, state: TensorEntry) -> Weight:
+    """Return a weight [outputs, inputs] of 4-bit indices into a table of 16 floats, which is read as floats."""
     try:
         fields = json.loads(b"".join(read_blocks(state)))
         n, k = (int(size) for size in fields["shape"])
         block, nested_block = int(fields["blocksize"]), int(fields.get("nested_blocksize", 0))
-        offset = float(fields["nested_offset"]) if nested_block else 0.0
+        offset = float(fields["nested_offset"]) if nested_block else 0.0  # added to quantized scales
     except (ValueError, KeyError, TypeError) as error:
         raise wrong(state, f"what bitsandbytes writes of a weight ({type(error).__name__}: {error})") from error
     weight = require(tensors, name, state.name)
@@ -100,4 +60,17 @@ def _table_of_16(tensors: Tensors, name: str, state: TensorEntry) -> TableOf16:
         nested = (require(tensors, f"{name}.nested_quant_map", name), require(tensors, f"{name}.nested_absmax", name))
         require_shape(nested[0], ("F32",), (256,))
         require_shape(nested[1], ("F32",), (-(-blocks // nested_block),))
-    return TableOf16(weight, table, scale, nested, (n, k), block, nested_block, offset)
+
+    def rows_of() -> Iterator[dict[str, NDArray[Any]]]:
+        scales = whole(scale).reshape(-1)
+        if nested is not None:
+            means, own = map(whole, nested)
+            scales = means[scales] * np.repeat(own, nested_block)[: scales.size] + np.float32(offset)
+        floats, scales = whole(table).astype(np.float32), scales.astype(np.float32)
+        for rows in row_blocks(n, 4 * k, BLOCK_BYTES):
+            first, end = rows.start * k, rows.stop * k
+            stored = byte_rows(weight, range(first // 2, end // 2)).reshape(-1)
+            numbers = np.stack([stored >> 4, stored & 15], axis=-1).reshape(-1)
+            yield {"weight": (floats[numbers] * scales[np.arange(first, end) // block]).reshape(len(rows), k)}
+
+    return Weight(name, (n, k), rows_of)

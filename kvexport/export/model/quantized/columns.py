@@ -7,10 +7,7 @@ of GPTQ stores each zero point minus 1. The tensor `g_idx` has the group of ever
 code. Sources: AutoGPTQ's qlinear_cuda, GPTQModel's convert_gptq_v1_to_v2_format, AutoAWQ's packing_utils.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +20,7 @@ from kvexport.export.model.quantized.reading import (
     column_bytes,
     groups_in_order,
     halves,
+    packed_block,
     refused,
     require,
     require_scales,
@@ -30,7 +28,7 @@ from kvexport.export.model.quantized.reading import (
     whole,
     wrong,
 )
-from kvexport.export.model.tensors import Source
+from kvexport.export.model.tensors import Source, Weight
 from kvexport.ops.packed import PackedFormat, pack
 from kvexport.tensor_files.shards import TensorEntry
 
@@ -39,57 +37,16 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each of eight outputs in a
 _BLOCK_BYTES = 8 << 20
 
 
-@dataclass(frozen=True)
-class ColumnPacked:
-    """A weight of a GPTQ or AWQ checkpoint: 32-bit words that pack the integer codes of a matrix [inputs, outputs]."""
+def _gptq_rows(qweight: TensorEntry, outputs: range) -> NDArray[np.uint8]:
+    # The bytes of a word of GPTQ are already in the order of the inputs.
+    words = column_bytes(qweight, outputs).reshape(-1, len(outputs), 4)
+    return np.ascontiguousarray(words.swapaxes(0, 1)).reshape(len(outputs), -1)
 
-    qweight: TensorEntry
-    qzeros: TensorEntry
-    scales: TensorEntry
-    g_idx: TensorEntry | None
-    layout: Layout
-    packing: PackedFormat
 
-    @property
-    def name(self) -> str:
-        return self.qweight.name
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.qweight.shape
-        numbers = 32 // self.packing.bits
-        return (columns * numbers, rows) if self.layout == "awq" else (columns, rows * numbers)
-
-    def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        n, k = self.shape
-        bits = self.packing.bits
-        step = max(8, _BLOCK_BYTES * 8 // (k * bits) // 8 * 8)
-        zero = _zeros(self.qzeros, bits, self.layout)
-        scale = require_scales(self.scales.name, whole(self.scales))
-        order = None if self.g_idx is None else groups_in_order(self.g_idx, self.packing.group)
-        for begin in range(0, n, step):
-            outputs = range(begin, min(begin + step, n))
-            stored = self._awq(outputs) if self.layout == "awq" else self._gptq(outputs)
-            if order is not None:
-                numbers = halves(stored) if bits == 4 else stored
-                stored = pack(numbers[:, order], bits)
-            if self.packing.signed:
-                stored = stored ^ np.uint8(0x88 if bits == 4 else 0x80)
-            own = slice(outputs.start, outputs.stop)
-            block = {"weight": stored, "scale": np.ascontiguousarray(scale[:, own].T)}
-            block |= {"order": order} if order is not None else {}
-            yield block if self.packing.signed else {**block, "zero": np.ascontiguousarray(zero[:, own].T)}
-
-    def _gptq(self, outputs: range) -> NDArray[np.uint8]:
-        # The bytes of a word of GPTQ are already in the order of the inputs.
-        words = column_bytes(self.qweight, outputs).reshape(-1, len(outputs), 4)
-        return np.ascontiguousarray(words.swapaxes(0, 1)).reshape(len(outputs), -1)
-
-    def _awq(self, outputs: range) -> NDArray[np.uint8]:
-        words = column_bytes(self.qweight, range(outputs.start // 8, -(-outputs.stop // 8)))
-        numbers = _awq_numbers(words)
-        packed: NDArray[np.uint8] = pack(np.ascontiguousarray(numbers.T), 4)
-        return packed.reshape(len(outputs), -1)
+def _awq_rows(qweight: TensorEntry, outputs: range) -> NDArray[np.uint8]:
+    words = column_bytes(qweight, range(outputs.start // 8, -(-outputs.stop // 8)))
+    packed: NDArray[np.uint8] = pack(np.ascontiguousarray(_awq_numbers(words).T), 4)
+    return packed.reshape(len(outputs), -1)
 
 
 def _awq_numbers(words: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -149,7 +106,8 @@ def _weight(
     layout: Layout,
     bits: Any,
     group: int,
-) -> ColumnPacked:
+) -> Weight:
+    """Return a weight whose 32-bit words pack the integer codes of a matrix [inputs, outputs]."""
     per_word = 32 // bits
     if qweight.dtype != "I32" or len(qweight.shape) != 2:
         raise wrong(qweight, "I32, a matrix")
@@ -164,9 +122,21 @@ def _weight(
     require_shape(qzeros, ("I32",), (k // group, n // per_word))
     if g_idx is not None:
         require_shape(g_idx, ("I32", "I64"), (k,))
-    ordered = g_idx is not None and groups_in_order(g_idx, group) is not None
+    order = None if g_idx is None else groups_in_order(g_idx, group)
     # If every zero point is the middle of the range, the numbers are stored as signed ones, and no zero point is
     # needed.
     signed = bool((_zeros(qzeros, bits, layout) == 1 << (bits - 1)).all())
-    packing = PackedFormat(bits, signed, group, "none" if signed else "zero", packing.scale_dtype, ordered)
-    return ColumnPacked(qweight, qzeros, scales, g_idx if ordered else None, layout, packing)
+    packing = PackedFormat(bits, signed, group, "none" if signed else "zero", packing.scale_dtype, order is not None)
+
+    def blocks() -> Iterator[dict[str, NDArray[Any]]]:
+        scale, zero = require_scales(scales.name, whole(scales)), _zeros(qzeros, bits, layout)
+        step = max(8, _BLOCK_BYTES * 8 // (k * bits) // 8 * 8)
+        for begin in range(0, n, step):
+            outputs = range(begin, min(begin + step, n))
+            stored = (_awq_rows if layout == "awq" else _gptq_rows)(qweight, outputs)
+            own = slice(outputs.start, outputs.stop)
+            parts = {"scale": np.ascontiguousarray(scale[:, own].T)}
+            parts |= {} if signed else {"zero": np.ascontiguousarray(zero[:, own].T)}
+            yield packed_block(stored, bits, order, parts, flipped=signed)
+
+    return Weight(qweight.name, (n, k), blocks, packing)

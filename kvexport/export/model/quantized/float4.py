@@ -13,10 +13,8 @@ Sources: compressed-tensors' NVFP4PackedCompressor, ModelOpt's NVFP4QTensor, tra
 OCP Microscaling Formats 1.0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +32,7 @@ from kvexport.export.model.quantized.reading import (
     whole,
     wrong,
 )
-from kvexport.export.model.tensors import Source
+from kvexport.export.model.tensors import Source, Weight
 from kvexport.ops.packed import E2M1, PackedFormat
 from kvexport.tensor_files.casting import BLOCK_BYTES, byte_rows, read_blocks, row_blocks
 from kvexport.tensor_files.shards import TensorEntry
@@ -46,50 +44,29 @@ INTERLEAVED = "gate_up_proj"  # the weight in which rows of the gate and the up 
 MXFP4 = PackedFormat(4, False, GROUP, "none", "uint8", table=E2M1)
 
 
-@dataclass(frozen=True)
-class Float4:
-    """A weight of 4-bit floats (E2M1), as in NVFP4 and MXFP4.
-
-    `total` is a scale of the whole tensor. The scales of groups are multiplied by `total`, or divided by it if
-    `divides` is true.
-    """
-
-    weight: TensorEntry
-    scale: TensorEntry
-    total: TensorEntry | None
-    divides: bool
-    packing: PackedFormat
-
-    @property
-    def name(self) -> str:
-        return self.weight.name
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        n, half = self.weight.shape
-        return n, 2 * half
-
-    def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        n, k = self.shape
-        scale = require_scales(self.scale.name, self._scales()) * np.float32(0.5)
-        for rows in row_blocks(n, k // 2, BLOCK_BYTES):
-            yield {"weight": byte_rows(self.weight, rows), "scale": scale[rows.start : rows.stop]}
-
-    def _scales(self) -> NDArray[np.float32]:
-        stored = np.frombuffer(b"".join(read_blocks(self.scale)), np.uint8).reshape(self.scale.shape)
-        if self.scale.dtype != _FP8:
-            powers = np.ldexp(np.float32(1), stored.astype(np.int32) - 127)
-            scales: NDArray[np.float32] = np.where(stored == 255, np.float32(np.nan), powers)
-            return scales
-        scale = float8_values()[stored]
-        if self.total is None:
-            return scale
-        total = np.float32(require_scales(self.total.name, whole(self.total)).reshape(-1)[0])
-        product: NDArray[np.float32] = scale / total if self.divides else scale * total
-        return product
+def _float4_blocks(
+    weight: TensorEntry, scale: TensorEntry, total: TensorEntry | None, *, divides: bool
+) -> Iterator[dict[str, NDArray[Any]]]:
+    scales = require_scales(scale.name, _scales(scale, total, divides=divides)) * np.float32(0.5)
+    for rows in row_blocks(weight.shape[0], weight.shape[1], BLOCK_BYTES):
+        yield {"weight": byte_rows(weight, rows), "scale": scales[rows.start : rows.stop]}
 
 
-def float4(name: str, entry: TensorEntry, tensors: Tensors, prefix: str, total: str, *, divides: bool) -> Float4:
+def _scales(scale: TensorEntry, total: TensorEntry | None, *, divides: bool) -> NDArray[np.float32]:
+    """Return the scales of groups, multiplied by the scale `total` of the whole tensor, or divided by it."""
+    stored = np.frombuffer(b"".join(read_blocks(scale)), np.uint8).reshape(scale.shape)
+    if scale.dtype != _FP8:
+        powers = np.ldexp(np.float32(1), stored.astype(np.int32) - 127)
+        scales: NDArray[np.float32] = np.where(stored == 255, np.float32(np.nan), powers)
+        return scales
+    if total is None:
+        return float8_values()[stored]
+    factor = np.float32(require_scales(total.name, whole(total)).reshape(-1)[0])
+    product: NDArray[np.float32] = float8_values()[stored] / factor if divides else float8_values()[stored] * factor
+    return product
+
+
+def float4(name: str, entry: TensorEntry, tensors: Tensors, prefix: str, total: str, *, divides: bool) -> Weight:
     """Return the weight whose packed codes are the tensor `entry`: MXFP4 if its scales are integers, else NVFP4."""
     scale = require(tensors, f"{prefix}.weight_scale", name)
     if entry.dtype != "U8" or len(entry.shape) != 2:
@@ -103,7 +80,8 @@ def float4(name: str, entry: TensorEntry, tensors: Tensors, prefix: str, total: 
     whole_scale = require(tensors, f"{prefix}.{total}", name) if group == 16 else None
     if whole_scale is not None and (whole_scale.dtype != "F32" or int(np.prod(whole_scale.shape)) != 1):
         raise wrong(whole_scale, "one F32")
-    return Float4(entry, scale, whole_scale, divides, packing)
+    blocks = partial(_float4_blocks, entry, scale, whole_scale, divides=divides)
+    return Weight(entry.name, (n, k), blocks, packing)
 
 
 def read_nvfp4(_: Mapping[str, Any], tensors: Tensors) -> Read:
@@ -117,36 +95,18 @@ def read_nvfp4(_: Mapping[str, Any], tensors: Tensors) -> Read:
     return sources, used, [ACTIVATIONS]
 
 
-@dataclass(frozen=True)
-class Mxfp4Experts:
-    """The MXFP4 weight [experts, outputs, inputs] of a layer's experts, with the gate's outputs before the ups'."""
-
-    name: str  # parameter of the model
-    weight: TensorEntry  # numbers, two in a byte
-    scale: TensorEntry  # exponents
-    packing: PackedFormat = MXFP4  # format of the weight in an artifact
-
-    @property
-    def full_shape(self) -> tuple[int, int, int]:
-        experts, outputs, groups, _ = self.weight.shape
-        return experts, outputs, groups * GROUP
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        experts, outputs, inputs = self.full_shape
-        return experts * outputs, inputs
-
-    def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        experts, outputs, inputs = self.full_shape
-        for expert in range(experts):
-            one = range(expert, expert + 1)
-            stored = byte_rows(self.weight, one).reshape(outputs, inputs // 2)
-            exponents = byte_rows(self.scale, one).reshape(outputs, inputs // GROUP)
-            if (exponents == 255).any():
-                raise UsageError(f"tensor {self.scale.name!r} has scales that are NaN", "download the checkpoint again")
-            if self.name.endswith(INTERLEAVED):
-                stored, exponents = (np.concatenate([x[0::2], x[1::2]]) for x in (stored, exponents))
-            yield {"weight": stored, "exponent": exponents}
+def _mxfp4_blocks(name: str, weight: TensorEntry, scale: TensorEntry) -> Iterator[dict[str, NDArray[Any]]]:
+    """Yield the weights of a layer's experts, one expert after another, with the gate's outputs before the ups'."""
+    experts, outputs, groups, _ = weight.shape
+    for expert in range(experts):
+        one = range(expert, expert + 1)
+        stored = byte_rows(weight, one).reshape(outputs, groups * GROUP // 2)
+        exponents = byte_rows(scale, one).reshape(outputs, groups)
+        if (exponents == 255).any():
+            raise UsageError(f"tensor {scale.name!r} has scales that are NaN", "download the checkpoint again")
+        if name.endswith(INTERLEAVED):
+            stored, exponents = (np.concatenate([x[0::2], x[1::2]]) for x in (stored, exponents))
+        yield {"weight": stored, "exponent": exponents}
 
 
 def read_mxfp4(_: Mapping[str, Any], tensors: Tensors) -> Read:
@@ -160,6 +120,7 @@ def read_mxfp4(_: Mapping[str, Any], tensors: Tensors) -> Read:
             raise wrong(entry, f"U8 [experts, outputs, groups, {GROUP // 2}]")
         scale = require(tensors, parameter + SCALES, name)
         require_shape(scale, ("U8",), entry.shape[:3])
-        sources[parameter] = Mxfp4Experts(parameter, entry, scale)
+        shape = (*entry.shape[:2], entry.shape[2] * GROUP)
+        sources[parameter] = Weight(parameter, shape, partial(_mxfp4_blocks, parameter, entry, scale), MXFP4)
         used |= {name, scale.name}
     return sources, used, []

@@ -1,7 +1,5 @@
 """The quantization that a checkpoint declares, and the choice of a reader for its layout."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,15 +14,9 @@ from kvexport.export.model.quantized.rows import read_compressed, read_float8
 
 MODELOPT_FILE = "hf_quant_config.json"
 _READERS = {
-    "gptq": read_columns,
-    "awq": read_columns,
-    "compressed-tensors": read_compressed,
-    "fp8": read_float8,
-    "modelopt fp8": read_float8,
-    "modelopt nvfp4": read_nvfp4,
-    "bitsandbytes": read_bitsandbytes,
-    "mxfp4": read_mxfp4,
-}
+    "gptq": read_columns, "awq": read_columns, "compressed-tensors": read_compressed, "fp8": read_float8,
+    "modelopt fp8": read_float8, "modelopt nvfp4": read_nvfp4, "bitsandbytes": read_bitsandbytes, "mxfp4": read_mxfp4,
+}  # fmt: skip
 
 
 def quantization_of(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -38,10 +30,7 @@ def quantization_of(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any] 
             section = section or candidate.get("quantization_config") or candidate.get("compression_config")
     if not section and (file := path / MODELOPT_FILE).is_file():
         try:
-            section = {
-                "quant_method": "modelopt",
-                **json.loads(file.read_text(encoding="utf-8"))["quantization"],
-            }
+            section = {"quant_method": "modelopt", **json.loads(file.read_text(encoding="utf-8"))["quantization"]}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 f"{file} cannot be read: {type(error).__name__}: {error}", f"download {file.name} again"

@@ -1,7 +1,5 @@
 """Functions that the readers of all quantized layouts share: checks of tensors, and reading of tensors or columns."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -11,6 +9,7 @@ from numpy.typing import NDArray
 
 from kvexport.errors import UsageError
 from kvexport.export.model.tensors import Source
+from kvexport.ops.packed import pack
 from kvexport.tensor_files.casting import read_blocks, shrunk
 from kvexport.tensor_files.shards import TensorEntry
 
@@ -82,6 +81,18 @@ def halves(stored: Array) -> NDArray[np.uint8]:
     return numbers
 
 
+def packed_block(
+    stored: Array, bits: int, order: Array | None, parts: dict[str, Array], *, flipped: bool
+) -> dict[str, Array]:
+    """Return a block of packed rows with its scales; with `flipped`, the upper bit of each code is inverted."""
+    if flipped:
+        stored = stored ^ np.uint8(0x88 if bits == 4 else 0x80)
+    if order is None:
+        return {"weight": stored, **parts}
+    numbers = halves(stored) if bits == 4 else stored
+    return {"weight": pack(numbers[:, order], bits), **parts, "order": order}
+
+
 def groups_in_order(entry: TensorEntry, group: int) -> NDArray[np.int64] | None:
     """Return the permutation of inputs that makes the groups of GPTQ's `g_idx` contiguous; None if they already are."""
     groups = whole(entry)
@@ -93,8 +104,7 @@ def groups_in_order(entry: TensorEntry, group: int) -> NDArray[np.int64] | None:
     order = np.argsort(groups, kind="stable").astype(np.int64)
     if not np.array_equal(groups[order], expected):
         raise UsageError(
-            f"tensor {entry.name!r} in {entry.file} puts inputs into groups that are not all of {group}",
-            AGAIN,
+            f"tensor {entry.name!r} in {entry.file} puts inputs into groups that are not all of {group}", AGAIN
         )
     return order
 

@@ -7,10 +7,8 @@ weight is float * scale, with one scale for the tensor, an output, or a block. S
 pack_to_int32, dequantize; transformers' finegrained_fp8; ModelOpt's hf_quant_config.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +23,7 @@ from kvexport.export.model.quantized.reading import (
     float8_values,
     groups_in_order,
     halves,
+    packed_block,
     refused,
     require,
     require_scales,
@@ -32,47 +31,13 @@ from kvexport.export.model.quantized.reading import (
     whole,
     wrong,
 )
-from kvexport.export.model.tensors import Source
-from kvexport.ops.packed import PackedFormat, pack
+from kvexport.export.model.tensors import Source, Weight
+from kvexport.ops.packed import PackedFormat
 from kvexport.tensor_files.casting import BLOCK_BYTES, byte_rows, row_blocks
 from kvexport.tensor_files.shards import TensorEntry
 
 _FLOATS = ("F16", "BF16", "F32")
 _FP8 = "F8_E4M3"
-
-
-@dataclass(frozen=True)
-class RowPacked:
-    """A compressed-tensors weight of integers [outputs, inputs], packed in 32-bit words or stored as int8."""
-
-    weight: TensorEntry
-    scale: TensorEntry
-    zero: TensorEntry | None
-    g_idx: TensorEntry | None
-    shape: tuple[int, int]
-    packing: PackedFormat
-
-    @property
-    def name(self) -> str:
-        return self.weight.name
-
-    def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        (n, k), bits = self.shape, self.packing.bits
-        in_words = self.weight.dtype == "I32"
-        scale = np.broadcast_to(require_scales(self.scale.name, whole(self.scale)), (n, k // self.packing.group))
-        zero = None if self.zero is None else _signed_zeros(self.zero, n, bits)
-        order = None if self.g_idx is None else groups_in_order(self.g_idx, self.packing.group)
-        for rows in row_blocks(n, k * bits // 8, BLOCK_BYTES):
-            stored = byte_rows(self.weight, rows)
-            if in_words:  # numbers plus half of the range: two's complement with the upper bit inverted
-                stored = stored ^ np.uint8(0x88 if bits == 4 else 0x80)
-            if order is not None:
-                numbers = halves(stored) if bits == 4 else stored
-                stored = pack(numbers[:, order], bits)
-            block_rows = slice(rows.start, rows.stop)
-            block = {"weight": stored, "scale": scale[block_rows]}
-            block |= {"order": order} if order is not None else {}
-            yield block if zero is None else {**block, "zero": zero[block_rows]}
 
 
 def _signed_zeros(entry: TensorEntry, n: int, bits: int) -> NDArray[np.int8]:
@@ -83,34 +48,6 @@ def _signed_zeros(entry: TensorEntry, n: int, bits: int) -> NDArray[np.int8]:
     numbers = halves(words) if bits == 4 else words
     shifted = numbers[:, :n].astype(np.int16) - (1 << (bits - 1))
     return np.ascontiguousarray(shifted.astype(np.int8).T)
-
-
-@dataclass(frozen=True)
-class Float8:
-    """A weight of 8-bit floats [outputs, inputs], read as float32; `block` rows and columns share a scale."""
-
-    weight: TensorEntry
-    scale: TensorEntry
-    block: tuple[int, int]
-    packing: None = None
-
-    @property
-    def name(self) -> str:
-        return self.weight.name
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        n, k = self.weight.shape
-        return n, k
-
-    def blocks(self) -> Iterator[dict[str, NDArray[Any]]]:
-        n, k = self.shape
-        tall, wide = self.block
-        scale = require_scales(self.scale.name, whole(self.scale)).astype(np.float32)
-        scale = scale.reshape(-(-n // tall), -(-k // wide))
-        for rows in row_blocks(n, 4 * k, BLOCK_BYTES):
-            own = scale[np.arange(rows.start, rows.stop) // tall]
-            yield {"weight": float8_values()[byte_rows(self.weight, rows)] * np.repeat(own, wide, axis=1)[:, :k]}
 
 
 def read_compressed(config: Mapping[str, Any], tensors: Tensors) -> Read:
@@ -163,7 +100,7 @@ def _refuse_rotations(transforms: Any) -> None:
                 raise refused(f"compressed-tensors whose transform_config rotates at run time ({name}: {where!r})")
 
 
-def _in_words(prefix: str, entry: TensorEntry, tensors: Tensors, widths: set[Any]) -> RowPacked:
+def _in_words(prefix: str, entry: TensorEntry, tensors: Tensors, widths: set[Any]) -> Weight:
     sizes = whole(require(tensors, f"{prefix}.weight_shape", entry.name))
     n, k = (int(size) for size in sizes.reshape(-1)) if sizes.size == 2 else (0, 0)
     packed = entry.shape[1] if len(entry.shape) == 2 else 0
@@ -173,14 +110,15 @@ def _in_words(prefix: str, entry: TensorEntry, tensors: Tensors, widths: set[Any
     return _packed(prefix, entry, tensors, (n, k), bits)
 
 
-def _in_bytes(prefix: str, entry: TensorEntry, tensors: Tensors) -> RowPacked:
+def _in_bytes(prefix: str, entry: TensorEntry, tensors: Tensors) -> Weight:
     if len(entry.shape) != 2:
         raise wrong(entry, "a matrix")
     n, k = entry.shape
     return _packed(prefix, entry, tensors, (n, k), 8)
 
 
-def _packed(prefix: str, entry: TensorEntry, tensors: Tensors, shape: tuple[int, int], bits: Any) -> RowPacked:
+def _packed(prefix: str, entry: TensorEntry, tensors: Tensors, shape: tuple[int, int], bits: Any) -> Weight:
+    """Return a weight of integers [outputs, inputs], packed in 32-bit words or stored as int8."""
     n, k = shape
     scale = require(tensors, f"{prefix}.weight_scale", entry.name)
     groups = scale.shape[1] if len(scale.shape) == 2 else 1
@@ -198,11 +136,34 @@ def _packed(prefix: str, entry: TensorEntry, tensors: Tensors, shape: tuple[int,
         require_shape(g_idx, ("I32", "I64"), (k,))
     group = k // groups
     kept: Any = "float16" if scale.dtype == "F16" else "float32"
-    ordered = g_idx is not None and groups_in_order(g_idx, group) is not None
-    packing = PackedFormat(bits, True, group, "none" if zero is None else "zero", kept, ordered)
+    order = None if g_idx is None else groups_in_order(g_idx, group)
+    packing = PackedFormat(bits, True, group, "none" if zero is None else "zero", kept, order is not None)
     if fault := packing.fault(k):
         raise UsageError(f"tensor {entry.name!r} in {entry.file} cannot be read: {fault}", "")
-    return RowPacked(entry, scale, zero, g_idx if ordered else None, shape, packing)
+
+    def blocks() -> Iterator[dict[str, NDArray[Any]]]:
+        scales = np.broadcast_to(require_scales(scale.name, whole(scale)), (n, groups))
+        zeros = None if zero is None else _signed_zeros(zero, n, bits)
+        in_words = entry.dtype == "I32"  # numbers plus half of the range
+        for rows in row_blocks(n, k * bits // 8, BLOCK_BYTES):
+            own = slice(rows.start, rows.stop)
+            parts: dict[str, Any] = (
+                {"scale": scales[own]} if zeros is None else {"scale": scales[own], "zero": zeros[own]}
+            )
+            yield packed_block(byte_rows(entry, rows), bits, order, parts, flipped=in_words)
+
+    return Weight(entry.name, shape, blocks, packing)
+
+
+def _float8_blocks(
+    weight: TensorEntry, scale: TensorEntry, block: tuple[int, int]
+) -> Iterator[dict[str, NDArray[Any]]]:
+    """Yield rows of 8-bit floats as float32; `block` rows and columns share a scale."""
+    (n, k), (tall, wide) = weight.shape, block
+    scales = require_scales(scale.name, whole(scale)).astype(np.float32).reshape(-(-n // tall), -(-k // wide))
+    for rows in row_blocks(n, 4 * k, BLOCK_BYTES):
+        own = scales[np.arange(rows.start, rows.stop) // tall]
+        yield {"weight": float8_values()[byte_rows(weight, rows)] * np.repeat(own, wide, axis=1)[:, :k]}
 
 
 def read_float8(config: Mapping[str, Any], tensors: Tensors) -> Read:
@@ -226,7 +187,7 @@ def read_float8(config: Mapping[str, Any], tensors: Tensors) -> Read:
         count = int(np.prod(scale.shape))
         if scale.dtype not in _FLOATS or tall < 1 or wide < 1 or count != -(-n // tall) * -(-k // wide):
             raise wrong(scale, f"floats, one for the tensor, for each of {n} rows or each block of {tall} x {wide}")
-        sources[name] = Float8(entry, scale, (tall, wide))
+        sources[name] = Weight(name, (n, k), partial(_float8_blocks, entry, scale, (tall, wide)))
         used |= {name, scale.name}
     notes = (
         [f"{len(sources)} weights in 8-bit floats are cast to model.dtype, or rounded where weights.bits says so"]

@@ -18,9 +18,7 @@ LENGTH = 192
 
 
 SETTINGS = ["export.prefill_chunk=16"]
-OPTIONS = Options(
-    methods=("streaming",), budgets=(32, 256), tasks=("text", "decoded"), samples=10, length=LENGTH
-)
+OPTIONS = Options(methods=("streaming",), budgets=(32, 256), tasks=("text", "decoded"), samples=10, length=LENGTH)
 
 
 @pytest.fixture(scope="module")

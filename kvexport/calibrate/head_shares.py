@@ -148,6 +148,6 @@ def head_shares_of(measured: Measured, slots: int, least: float) -> tuple[list[l
 
 
 def rows_of(measured: Measured) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return, for n KV heads, the measured budgets [n, budgets] and the most slots that each head can use [n]."""
+    """Return, for n KV heads, the budgets [n, budgets] at which costs were measured, and each head's most slots [n]."""
     heads = next(iter(measured.costs.values())).shape[1]
     return np.repeat(np.array(measured.budgets), heads, 0), np.repeat(np.array(measured.seen), heads)

@@ -32,5 +32,5 @@ class GRKV(Fitting):
         return SnapKV().statistics
 
     def policy(self) -> MergePolicy:
-        """Return this method's rule: evict like snapkv or another selector, then fit the values of the kept slots."""
+        """Return this method's rule: evict like snapkv or another selector, then refit the values to the outputs."""
         return self.selected(replace(SnapKV().policy(), fit=self.fit("values")))

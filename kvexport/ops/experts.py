@@ -76,7 +76,7 @@ class ExpertsForm:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The ONNX attributes of an Experts node with this form, by name."""
+        """The ONNX attributes, by name, of a node Experts with this activation, gate and layout of weights."""
         values = {name: value for name, value in vars(self).items() if self.packed or name not in PACKED_ATTRIBUTES}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 

@@ -20,7 +20,7 @@ class Divergence:
 
     @property
     def line(self) -> str:
-        """A line for the user: the KL divergence from the full cache, with the recipe's method and with dropping."""
+        """A line for the user: the KL from the full cache with the recipe's method, and with plain eviction."""
         return (
             f"with {self.slots} slots, the KL to the full cache over a text of {self.tokens} tokens is "
             f"{self.built:.3g} nats a token, and {self.dropped:.3g} if entries are dropped"

@@ -49,7 +49,7 @@ def layer_attributes(method: Method, layer: LayerGeometry, value_prefix: int = 0
 
 
 def used_slots(votes: Tensor, heads: int) -> Tensor:
-    """Return how many slots a KV head occupies in each sequence, [B, 1] int64, from the votes [B, S] of all heads."""
+    """Return how many slots a KV head occupies, [B, 1] int64, from the votes [B, S] (each slot's token count)."""
     return torch.div((votes > 0).to(torch.int64).sum(-1, keepdim=True), heads, rounding_mode="floor")
 
 

@@ -151,7 +151,7 @@ def assembled_parameters(
 
 
 def renamed(model: Any, tensors: Iterable[str]) -> Iterator[tuple[str, str, tuple[Any, str] | None]]:
-    """Yield each tensor, its name for transformers, and (rule, pattern) if a parameter is assembled of it."""
+    """Yield each tensor, its name for transformers, and (conversion, name pattern) if it is part of a parameter."""
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -163,7 +163,7 @@ def renamed(model: Any, tensors: Iterable[str]) -> Iterator[tuple[str, str, tupl
 
 
 def parameter_sources(model: Any, tensors: Iterable[str]) -> dict[str, str]:
-    """Return the tensor of each parameter that is not assembled; tied parameters share a tensor."""
+    """Return the checkpoint's tensor of each parameter that one tensor holds whole; tied parameters share a tensor."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     sources = {name: tensor for tensor, name, rule in renamed(model, tensors) if rule is None}
     by_identity = {id(parameters[name]): tensor for name, tensor in sources.items() if name in parameters}

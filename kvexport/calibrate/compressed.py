@@ -3,14 +3,13 @@
 On the CPU native operators compute the attention, if they are built; on a GPU PyTorch does.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from onnx import TensorProto, helper
-from torch import Tensor
 
 from kvexport import backends
 from kvexport.backends.base import NodeOpener
@@ -24,6 +23,9 @@ from kvexport.ops.vote_attention import VoteAttentionAttributes
 from kvexport.plan.cache import LayerCache, LayerGeometry
 from kvexport.schema.operators import MERGE_CACHE, VOTE_ATTENTION
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 OPSETS = (("", 23), ("kvexport", 1))
 
 
@@ -36,6 +38,8 @@ def compressed_attention(
     sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Return a layer's attention output [1, Hq, T, Dv] over a text whose KV cache is compressed after each chunk."""
+    import torch
+
     parts, dtypes = [], cache.dtypes()
     device = inputs[0].device
     state: Sequence[Tensor] = [
@@ -71,6 +75,8 @@ def native_opener(cache: LayerCache, method: Method) -> NodeOpener | None:
 
 
 def _run(session: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+    import torch
+
     names = [x.name for x in session.get_inputs()]
     inputs = {name: x.numpy() for name, x in zip(names, tensors, strict=True)}
     return [torch.from_numpy(x) for x in session.run(None, inputs)]
@@ -78,6 +84,9 @@ def _run(session: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @lru_cache(maxsize=64)
 def _session(attributes: VoteAttentionAttributes | tuple[MergeCacheAttributes, ...], opener: NodeOpener) -> Any:
+    import torch
+    from onnx import TensorProto, helper
+
     new: dict[str, int] = {}
     if isinstance(attributes, VoteAttentionAttributes):
         op, named = VOTE_ATTENTION, vote_attention_node_attributes(attributes)

@@ -1,11 +1,10 @@
 """How far a compressed KV cache's predictions are from the full cache's on one text, as builds report it."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from kvexport.calibrate.compressed import compressed_attention
 from kvexport.calibrate.head_costs import FullAttention, sized
@@ -18,9 +17,14 @@ from kvexport.plan.planner import plan_cache
 from kvexport.recipe.divergence import DROPPING, Divergence
 from kvexport.recipe.fields import Recipe
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
 
 def divergence(recipe: Recipe, shape: ModelShape, ids: Ids, slots: int, device: str) -> Divergence:
     """Return how far the recipe's cache, and one that drops, are from the full one: KL over half a text."""
+    import torch
+
     base = sized(recipe, len(ids), slots).model_dump(mode="json")
     cache = {**base["cache"], "allocation": recipe.cache.allocation.model_dump(mode="json")}
     dropping = {**cache, "method": DROPPING, "parameters": {}, "allocation": {"kind": "uniform"}}
@@ -45,6 +49,8 @@ class CompressedAttention:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]
     ) -> Tensor:
+        import torch
+
         layer, cache = self.geometry[options["layer"]], self.plan.caches[options["layer"]]
         group, sinks = layer.query_heads // layer.kv_heads, options.get("s_aux")
         one = replace(layer, query_heads=group, kv_heads=1)

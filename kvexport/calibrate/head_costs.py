@@ -7,14 +7,13 @@ so that the mean square of g is the Fisher information. One forward pass and a f
 heads and several budgets. The estimate neglects interactions between the differences d of two tokens or two heads.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from kvexport.calibrate.compressed import compressed_attention
 from kvexport.errors import UsageError
@@ -28,6 +27,9 @@ from kvexport.plan.cache import LayerGeometry
 from kvexport.plan.planner import plan_cache
 from kvexport.recipe.fields import Recipe
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
 PROBES = 2  # random projections of the logits
 CHUNKS = 32  # least number of chunks in which a text is read, so that each merge evicts few tokens
 EQUAL = "--set cache.allocation.kind=uniform, which gives all KV heads equal budgets"
@@ -36,6 +38,8 @@ FORWARD, BACKWARD = 1, 4  # progress steps of a layer's forward and backward pas
 
 class HeadCosts:
     def __init__(self, recipe: Recipe, shape: ModelShape, device: str = "cpu") -> None:
+        import torch
+
         if len(heads := {layer.kv_heads for layer in shape.geometry}) > 1:
             problem = f"layers have different numbers of KV heads ({', '.join(map(str, sorted(heads)))})"
             raise UsageError(problem, EQUAL)
@@ -92,6 +96,8 @@ def sized(recipe: Recipe, length: int, slots: int) -> Recipe:
 
 def _fisher_directions(logits: Tensor) -> Iterator[Tensor]:
     """Yield gradients of random projections of the logits whose mean square is the Fisher information."""
+    import torch
+
     probability, rng = torch.softmax(logits, -1), torch.Generator().manual_seed(0)
     root = probability.sqrt()
     for _ in range(PROBES):
@@ -111,6 +117,9 @@ class FullAttention:
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         """Return causal attention [1, Hq, T, Dv] over the layer's window, and keep the query, key and value."""
+        import torch
+        from torch.nn.functional import scaled_dot_product_attention
+
         layer, sinks = self.geometry[options["layer"]], options.get("s_aux")
         if layer.sliding_window or layer.softcap or sinks is not None:
             position = torch.arange(query.shape[2], device=query.device)[None]

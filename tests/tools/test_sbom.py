@@ -15,7 +15,7 @@ from tools import lock, sbom
 
 # The parts of CycloneDX's bom-1.6.schema.json that the bill uses. The original also refuses unknown keys.
 def an_object(*required: str, **properties: Any) -> dict[str, Any]:
-    return {"type": "object", "required": required, "additionalProperties": False, "properties": properties}
+    return {"type": "object", "required": [*required], "additionalProperties": False, "properties": properties}
 
 
 def a_list(items: dict[str, Any], *, unique: bool = False) -> dict[str, Any]:

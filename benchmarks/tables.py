@@ -393,6 +393,7 @@ def decoder_tables() -> dict[str, str]:
         "richer slots": richer_slots("smollm2-135m"),
         "richer slots budgets": richer_slots("smollm2-135m-budgets"),
         "decoders file avx2": decoders_of_a_file("avx2"),
+        "decoders file xeon": decoders_of_a_file("avx512vnni-xeon"),
     }
 
 
@@ -424,13 +425,13 @@ def decoders() -> str:
 
 
 def decoders_of_a_file(isa: str) -> str:
-    """Return the table of a GGUF file that people have beside llama.cpp and, where it was measured, OpenVINO GenAI."""
+    """Return the table of a GGUF file that people have beside llama.cpp and the other programs that were measured."""
     found = {what: r for what, r in load(f"decoders-file-{isa}").items() if isinstance(r, dict) and "over_slots" in r}
-    openvino = all("over_openvino" in r for r in found.values())
     sides = {"kvexport": "kvexport, full cache", "slots": "kvexport, 512 slots", "llamacpp": "llama.cpp"}
     over = {"over_llamacpp": "full cache / llama.cpp", "over_llamacpp_with_slots": "512 slots / llama.cpp"}
-    if openvino:
-        sides["openvino"], over["over_openvino"] = "OpenVINO GenAI", "full cache / OpenVINO GenAI"
+    for side, title in {"node": "llama.cpp, AVX-512", "openvino": "OpenVINO GenAI"}.items():
+        if all(f"over_{side}" in r for r in found.values()):
+            sides[side], over[f"over_{side}"] = title, f"full cache / {title}"
     rows = []
     for what, r in found.items():
         speed = [f"{r['tokens_per_second'][side]:.1f}" for side in sides]

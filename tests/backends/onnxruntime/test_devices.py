@@ -327,7 +327,7 @@ def test_a_gpu_without_room_and_float32_weights_are_named_before_anything_is_loa
     monkeypatch.setattr(devices, "problems", lambda device: [])
     monkeypatch.setattr(devices, "use_first_gpu", lambda: None)
     monkeypatch.setattr(devices, "drive", drive)
-    with pytest.raises(EnvironmentProblem, match=r"take 15. kB, and 1 kB of the GPU's 25.8 GB are free") as caught:
+    with pytest.raises(EnvironmentProblem, match=r"take 150 kB, and 1 kB of the GPU's 25.8 GB are free") as caught:
         load(cuda_artifact)
     assert "--set weights.bits=4 --out ARTIFACT, or fewer" in caught.value.fix and calls == ["cuMemGetInfo_v2"]
     warning = capsys.readouterr().err

